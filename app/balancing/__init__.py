@@ -1,0 +1,18 @@
+"""Policies: pure choices between candidates, the Python twins of `lua/policies/`.
+
+A worker uses a twin while Redis is away; a property test holds each twin to its Lua file. Nothing
+here may import redis or asyncio.
+"""
+
+from __future__ import annotations
+
+from app.balancing import min_expected_latency, min_observed_latency, random
+from app.balancing.candidate import Candidate, Policy
+
+POLICIES: dict[str, Policy] = {
+    "min_expected_latency": min_expected_latency.choose,
+    "random": random.choose,
+    "min_observed_latency": min_observed_latency.choose,
+}
+
+__all__ = ["POLICIES", "Candidate", "Policy"]

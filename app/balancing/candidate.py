@@ -1,0 +1,24 @@
+"""What a policy sees of a node, and what a policy is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Candidate(NamedTuple):
+    """One node that may serve the request.
+
+    `speed` > 0 is already resolved (see `store.snapshot.effective_speeds`); `mean_latency_s` is the
+    mean of the latency window, None without history; `explored` counts the explorations since the
+    last success.
+    """
+
+    speed: float
+    unfinished: int
+    mean_latency_s: float | None = None
+    explored: int = 0
+
+
+Policy = Callable[[Sequence[Candidate], tuple[float, float]], tuple[int, bool]]
+"""(candidates, two draws in [0, 1)) -> (index of the chosen one from 0, whether it explores)."""

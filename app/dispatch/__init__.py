@@ -1,0 +1,1 @@
+"""The use cases: how one request is served in each serving mode."""

@@ -1,0 +1,226 @@
+"""Node management: LMDeploy's `/nodes/*` requests and answers, and what they lack.
+
+Owns what these routes take and say. LMDeploy engines register here by themselves, before they listen
+and without looking at the answer's body; scripts written for LMDeploy's proxy read its literal
+success strings. Failures are told with a status of their own, where LMDeploy says 200.
+It must not know Redis.
+
+Source: lmdeploy/serve/proxy/proxy.py (0.18.0).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from app.errors import BadRequest, EngineTimeout, EvenhandError, NotBuilt, NotFound, UpstreamError
+from app.http.answers import json_object
+from app.http.ports import Engines, NodeRegistry
+from app.nodes import Node, Role, State, normalise_url, parse_models, parse_role, parse_speed
+
+TERMINATE_AT_ONCE = 16
+"""Bound on engines that are being terminated at the same time."""
+MAX_DRAIN_S = 7 * 86400
+
+_KEY = re.compile(r"[\x21-\x7e]{1,4096}").fullmatch
+_YES = frozenset(("1", "true", "yes", "on"))
+_NO = frozenset(("0", "false", "no", "off"))
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a `/nodes/add` says. `models` is None where the engine has to be asked."""
+
+    url: str
+    role: Role
+    models: tuple[str, ...] | None
+    speed: float | None
+    key: str | None
+
+
+def parse_registration(body: dict[str, Any], known: Node | None) -> Registration:
+    """Read a registration; role and speed that it does not give stay as they are `known`.
+
+    So an engine that registers again after a restart does not wipe out the speed that its operator
+    gave, and a change of speed alone does not turn a prefill node into a hybrid one.
+
+    Raises:
+        BadRequest: naming the field.
+    """
+    url = normalise_url(body.get("url"))
+    status = body.get("status")
+    if status is None:
+        status = {}
+    if not isinstance(status, dict):
+        raise BadRequest("status must be an object", param="status")
+    role, models, speed = status.get("role"), status.get("models"), status.get("speed")
+    given_models = parse_models(models, field="status.models")
+    given_speed = parse_speed(speed, field="status.speed")
+    return Registration(
+        url=url,
+        role=parse_role(role, field="status.role") if role is not None else known.role if known else Role.Hybrid,
+        models=given_models or None,
+        speed=given_speed if given_speed is not None else known.speed if known else None,
+        key=parse_key(body.get("key")),
+    )
+
+
+def parse_key(value: object) -> str | None:
+    """A key for the engine: it travels in a header, so it must be visible ASCII."""
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str) or not _KEY(value):
+        raise BadRequest("key must be a string of 1 to 4096 visible ASCII characters", param="key")
+    return value
+
+
+def parse_flag(value: object, *, field: str) -> bool:
+    word = str(value).lower() if isinstance(value, (str, bool, int)) else ""
+    if word not in _YES | _NO:
+        raise BadRequest(f"{field} must be true or false", param=field)
+    return word in _YES
+
+
+def parse_timeout_s(value: object, *, field: str) -> float:
+    try:
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            timeout_s = float(value)
+            if math.isfinite(timeout_s) and 0 <= timeout_s <= MAX_DRAIN_S:
+                return timeout_s
+    except (ValueError, OverflowError):
+        pass
+    raise BadRequest(f"{field} must be a number of seconds from 0 to {MAX_DRAIN_S}", param=field)
+
+
+def plain_number(value: float | None) -> float | int | None:
+    """A speed as LMDeploy's clients expect it: an integer where it is one."""
+    return int(value) if value is not None and value.is_integer() else value
+
+
+class Admin:
+    """The endpoints; who may call them is decided before (`app.http.auth`).
+
+    Args:
+        engine_key: sent to engines that have no key of their own.
+        drain_timeout_s: of a drain that does not give one.
+    """
+
+    def __init__(
+        self, *, registry: NodeRegistry, engines: Engines, engine_key: str | None, drain_timeout_s: float
+    ) -> None:
+        self._registry = registry
+        self._engines = engines
+        self._engine_key = engine_key
+        self._drain_timeout_s = drain_timeout_s
+
+    async def status(self, request: Request) -> Response:
+        """GET /nodes/status: LMDeploy's five fields first, ours beside them."""
+        show_gone = parse_flag(request.query_params.get("all", "0"), field="all")
+        found = await self._registry.status()
+        return JSONResponse(
+            {
+                url: {
+                    "role": int(entry.node.role),
+                    "models": list(entry.node.models),
+                    "unfinished": entry.unfinished,
+                    "latency": entry.latency_s,
+                    "speed": plain_number(entry.node.speed),
+                    "state": entry.node.state.value,
+                    "reason": entry.node.reason,
+                    "role_name": entry.node.role.name,
+                    "static": entry.node.static,
+                    "registered_at_ms": entry.node.registered_at_ms,
+                    "state_since_ms": entry.node.state_since_ms,
+                    "drain_until_ms": entry.node.drain_until_ms or None,
+                }
+                for url, entry in found.items()
+                if show_gone or entry.node.state != State.GONE
+            }
+        )
+
+    async def add(self, request: Request) -> Response:
+        """POST /nodes/add. A node that tells its models is never called: it does not listen yet."""
+        body = await json_object(request)
+        known = self._registry.snapshot.nodes.get(normalise_url(body.get("url")))
+        wanted = parse_registration(body, known)
+        models, asked = wanted.models, False
+        if models is None and body.get("status") is None and known is not None:
+            models, asked = known.models, known.asked  # nothing new but perhaps a key; LMDeploy does not ask either
+        if models is None:
+            models, asked = await self._ask_models(wanted), True
+        await self._registry.add(
+            wanted.url, role=wanted.role, models=models, speed=wanted.speed, key=wanted.key, asked=asked
+        )
+        return JSONResponse("Added successfully")
+
+    async def remove(self, request: Request) -> Response:
+        """POST /nodes/remove, at once or after a drain. An unknown node is no error, as at LMDeploy."""
+        given = {**await json_object(request), **request.query_params}
+        field = "node_url" if "node_url" in given else "url"
+        url = normalise_url(given.get(field), field=field)
+        drain = parse_flag(given.get("drain", False), field="drain")
+        timeout_s = parse_timeout_s(given.get("timeout_s", self._drain_timeout_s), field="timeout_s")
+        if drain and await self._registry.drain(url, timeout_s):
+            return JSONResponse("Draining started")
+        if not drain:
+            await self._registry.remove(url)
+        return JSONResponse("Deleted successfully")
+
+    async def terminate(self, request: Request) -> Response:
+        """POST /nodes/terminate: the engine ends itself, then it is removed.
+
+        Only then: LMDeploy's proxy forgets an engine that refused, which goes on running unused.
+        """
+        url = normalise_url((await json_object(request)).get("url"))
+        if url not in self._registry.snapshot.nodes:
+            raise NotFound(f"Failed to terminate node {url}: it is not registered", param="url")
+        await self._terminate(url)
+        return JSONResponse("Terminated successfully")
+
+    async def terminate_all(self, request: Request) -> Response:
+        """GET /nodes/terminate_all: all engines that are not gone, side by side."""
+        slots = asyncio.Semaphore(TERMINATE_AT_ONCE)
+
+        async def one(url: str) -> str | None:
+            async with slots:
+                try:
+                    await self._terminate(url)
+                except EvenhandError as e:
+                    return e.message
+            return None
+
+        urls = [url for url, node in self._registry.snapshot.nodes.items() if node.state != State.GONE]
+        failures = [failure for failure in await asyncio.gather(*map(one, urls)) if failure]
+        if failures:
+            raise UpstreamError("Failed to terminate all nodes. " + "; ".join(failures))
+        return JSONResponse("All nodes terminated successfully")
+
+    async def distserve(self, request: Request) -> Response:
+        """POST /distserve/*: link set-up between prefill and decode engines."""
+        raise NotBuilt("DistServe serving is not built in this version.")
+
+    async def _ask_models(self, wanted: Registration) -> tuple[str, ...]:
+        key = wanted.key or self._key_of(wanted.url)
+        try:
+            return await self._engines.models(wanted.url, key)
+        except UpstreamError as e:
+            # One status for every way to fail, as LMDeploy has one code; its words first, then the cause.
+            text = f"Failed to get response after a period of time: {e.message}"
+            raise EngineTimeout(text, stage="models") from e
+
+    async def _terminate(self, url: str) -> None:
+        try:
+            await self._engines.terminate(url, self._key_of(url))
+        except UpstreamError as e:
+            e.message = f"Failed to terminate node {url}: {e.message}"
+            raise
+        await self._registry.remove(url)
+
+    def _key_of(self, url: str) -> str | None:
+        return self._registry.snapshot.engine_keys.get(url) or self._engine_key

@@ -1,0 +1,122 @@
+"""Who may do what: clients' API keys, admin keys, and the networks that engines register from.
+
+Owns the rules; it must not know routes. Keys are compared as bytes and in constant time, against all
+of them, so that neither the place of a wrong character nor the place of a key in the list shows.
+
+Only the address of the connection counts as a peer's, never X-Forwarded-For, which anybody can write.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from app.errors import Forbidden, Unauthorized
+
+HeaderPairs = Iterable[tuple[bytes, bytes]]
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+class Authority:
+    """Decides from headers and peer address; raises where the answer is no.
+
+    Args:
+        admin_keys: where there are none, the API keys count as admin keys.
+        trusted_networks: CIDRs whose hosts may use admin routes without a key.
+    """
+
+    def __init__(self, *, api_keys: Iterable[str], admin_keys: Iterable[str], trusted_networks: Iterable[str]) -> None:
+        self._api_keys = tuple(key.encode() for key in api_keys)
+        self._admin_keys = tuple(key.encode() for key in admin_keys) or self._api_keys
+        self._trusted: tuple[Network, ...] = tuple(ipaddress.ip_network(net, strict=False) for net in trusted_networks)
+
+    def __repr__(self) -> str:
+        keys = f"api_keys={len(self._api_keys)} admin_keys={len(self._admin_keys)}"
+        return f"<Authority {keys} trusted={[str(net) for net in self._trusted]}>"
+
+    def check_client(self, headers: HeaderPairs) -> None:
+        """Raises Unauthorized, unless there are no API keys or the request has one of them."""
+        if not self._api_keys:
+            return
+        token = _bearer(headers)
+        if token is None:
+            raise Unauthorized("This needs an API key: send `Authorization: Bearer <key>`.")
+        if not _among(token, self._api_keys):
+            raise Unauthorized("The API key is wrong.")
+
+    def check_admin(self, headers: HeaderPairs, peer: str | None) -> None:
+        """Let an admin key or a trusted peer pass.
+
+        Args:
+            peer: address of the connection; None (a unix socket) is never trusted, as a reverse proxy
+                may sit behind it and hand through anybody.
+
+        Raises:
+            Unauthorized: no key, or one that is none of ours.
+            Forbidden: a client's key; or no key can help, because none is configured.
+        """
+        headers = list(headers)
+        token = _bearer(headers)
+        if token is not None and _among(token, self._admin_keys):
+            return
+        if self._trusts(peer) and not _from_foreign_page(headers):
+            return
+        if not self._admin_keys:
+            raise Forbidden(
+                "This is for trusted hosts (--trusted-nodes) or an admin key, and no admin key is configured (--admin-keys)."
+            )
+        if token is None:
+            raise Unauthorized("This needs an admin key: send `Authorization: Bearer <key>`.")
+        if _among(token, self._api_keys):
+            raise Forbidden("This needs an admin key; an API key is not enough.")
+        raise Unauthorized("The admin key is wrong.")
+
+    def _trusts(self, peer: str | None) -> bool:
+        address = _address(peer)
+        return address is not None and any(address in net for net in self._trusted)
+
+
+def _bearer(headers: HeaderPairs) -> bytes | None:
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, token = value.partition(b" ")
+            if scheme.lower() == b"bearer":
+                return token.strip() or None
+    return None
+
+
+def _among(token: bytes, keys: tuple[bytes, ...]) -> bool:
+    found = False
+    for key in keys:
+        found |= hmac.compare_digest(token, key)
+    return found
+
+
+def _address(peer: str | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address((peer or "").partition("%")[0])
+    except ValueError:
+        return None
+    # A listener on :: sees IPv4 peers as ::ffff:a.b.c.d; the operator wrote a.b.c.d.
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _from_foreign_page(headers: HeaderPairs) -> bool:
+    """Whether a browser sent this for a web page that isn't ours.
+
+    The browser runs on a trusted host, but the page in it may come from anywhere: without this check
+    an `<img src="http://127.0.0.1:8000/nodes/terminate_all">` in any page would empty the deployment.
+    Programs send neither header. A name as Host is not believed from a browser: a page can point a
+    name of its own at a loopback address.
+    """
+    found = {name: value.decode("latin-1") for name, value in headers}
+    site, origin = found.get(b"sec-fetch-site"), found.get(b"origin")
+    if site is None and origin is None:
+        return False
+    host = found.get(b"host", "")
+    if site not in (None, "same-origin", "none") or (origin is not None and urlsplit(origin).netloc != host):
+        return True
+    name = urlsplit(f"//{host}").hostname or ""
+    return name != "localhost" and _address(name) is None

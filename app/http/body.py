@@ -1,0 +1,58 @@
+"""Reading a request body within a bound.
+
+A body over the bound is refused before it is read where its length is declared, and as soon as the
+bound is crossed where it comes in chunks. The rest is left to the server, which reads and drops it:
+so a client that sends everything before it reads the answer still gets the 413, and its connection
+stays usable.
+"""
+
+from __future__ import annotations
+
+from starlette.types import Receive, Scope
+
+from app.errors import BodyTooLarge
+
+
+class ClientLeft(Exception):
+    """The client went away before its request was complete: nobody is there to be answered."""
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The first value of a request header; `name` in lower case."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value)
+    return None
+
+
+async def read_body(scope: Scope, receive: Receive, *, limit_bytes: int, setting: str = "") -> bytes:
+    """The whole body.
+
+    Args:
+        setting: the flag that changes the bound, for the message.
+
+    Raises:
+        BodyTooLarge: more than `limit_bytes`.
+        ClientLeft: the client disconnected first.
+    """
+    declared = header(scope, b"content-length")
+    if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
+        raise _too_large(limit_bytes, setting)
+    chunks: list[bytes] = []
+    size_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        chunk = message.get("body", b"")
+        size_bytes += len(chunk)
+        if size_bytes > limit_bytes:
+            raise _too_large(limit_bytes, setting)
+        if not message.get("more_body", False):
+            return b"".join((*chunks, chunk)) if chunks else chunk
+        chunks.append(chunk)
+
+
+def _too_large(limit_bytes: int, setting: str) -> BodyTooLarge:
+    hint = f" ({setting})" if setting else ""
+    return BodyTooLarge(f"The request body is larger than the {limit_bytes} bytes that are allowed{hint}.")

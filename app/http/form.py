@@ -1,0 +1,77 @@
+"""The model that a multipart form names: audio transcriptions come as forms, not as JSON.
+
+Only part headers are parsed; files are skipped over where they lie, never copied. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from app.errors import BadRequest
+from app.http.peek import INTERNAL, refuse
+
+MAX_PARTS = 1000
+"""As Starlette's own form parser, which the engines use."""
+MAX_PART_HEAD_BYTES = 8192
+
+_BOUNDARY = re.compile(rb'boundary=(?:"([^"]{1,200})"|([^\s;,"]{1,200}))', re.IGNORECASE).search
+_DISPOSITION = re.compile(rb"^content-disposition:([^\r\n]*)", re.IGNORECASE | re.MULTILINE).search
+_NAME = re.compile(rb';\s*name=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))', re.IGNORECASE).search
+
+
+def is_form(content_type: bytes | None) -> bool:
+    return content_type is not None and content_type[:19].lower() == b"multipart/form-data"
+
+
+def model_of_form(content_type: bytes, body: bytes, *, allow_transfer_params: bool) -> str:
+    """The value of the form's `model` field, the last one if it is repeated.
+
+    Raises:
+        BadRequest: no valid form, no model, or an internal field.
+    """
+    boundary = _BOUNDARY(content_type)
+    if boundary is None:
+        raise BadRequest("The Content-Type of a form must have a boundary")
+    model = b""
+    for name, start, end in _parts(body, b"--" + (boundary[1] or boundary[2])):
+        if name == "model":
+            model = body[start:end]
+        elif name in INTERNAL and not allow_transfer_params:
+            raise refuse(name)
+    try:
+        text = model.decode()
+    except UnicodeDecodeError as e:
+        raise BadRequest("model must be UTF-8", param="model") from e
+    if not text:
+        raise BadRequest("The form does not name a model", param="model")
+    return text
+
+
+def _parts(body: bytes, delimiter: bytes) -> Iterator[tuple[str, int, int]]:
+    """(name, start, end) of every part's content."""
+    at = 0 if body.startswith(delimiter) else body.find(b"\r\n" + delimiter) + 2
+    if at == 1:
+        raise BadRequest("The form's boundary is not in the request body")
+    for _ in range(MAX_PARTS):
+        at += len(delimiter)
+        if body.startswith(b"--", at):
+            return
+        head_end = body.find(b"\r\n\r\n", at, at + MAX_PART_HEAD_BYTES)
+        if head_end < 0:
+            break
+        start = head_end + 4
+        end = body.find(b"\r\n" + delimiter, start)
+        if end < 0:
+            break
+        yield _name_of(body[at:head_end]), start, end
+        at = end + 2
+    raise BadRequest("The form is not complete, or has too many parts")
+
+
+def _name_of(head: bytes) -> str:
+    disposition = _DISPOSITION(head)
+    name = _NAME(disposition[1]) if disposition is not None else None
+    if name is None:
+        return ""
+    return (name[1] if name[1] is not None else name[2]).decode("utf-8", "replace")

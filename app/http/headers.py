@@ -1,0 +1,147 @@
+"""Which headers cross the distributor, in both directions.
+
+Owns the rules only: what belongs to one connection stays on it, what we know better is ours, and
+everything else passes as it came, in its order, repeated ones too.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable
+
+from starlette.types import Scope
+
+from app.errors import Headers
+
+HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
+"""Source: RFC 9110 section 7.6.1 and what RFC 2616 section 13.5.1 named; any other `proxy-*` goes too."""
+
+CLIENT_KEYS = frozenset((b"authorization", b"x-api-key", b"api-key"))
+"""Where OpenAI, Anthropic and Azure clients carry their key."""
+
+_OURS_TO_ENGINE = frozenset(
+    (
+        b"host",
+        b"content-length",
+        b"expect",
+        b"x-forwarded-for",
+        b"x-forwarded-host",
+        b"x-forwarded-proto",
+        b"x-request-id",
+    )
+)
+
+# The listener writes its own Date: two of them would be a malformed answer.
+_OURS_TO_CLIENT = HOP_BY_HOP | {b"date", b"x-request-id"}
+_OURS_TO_STREAM = _OURS_TO_CLIENT | {b"cache-control", b"x-accel-buffering", b"content-length"}
+
+NOT_FOR_ENGINE = HOP_BY_HOP | _OURS_TO_ENGINE | CLIENT_KEYS
+NOT_FOR_ENGINE_BUT_KEYS = HOP_BY_HOP | _OURS_TO_ENGINE
+
+CLOSE = (b"connection", b"close")
+# nginx and friends collect an answer unless they are told not to; a stream must not wait for them.
+_FOR_STREAMS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+_SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
+
+
+def request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The client's X-Request-Id if it is 1 to 128 visible ASCII characters, else a new one."""
+    for name, value in headers:
+        if name == b"x-request-id":
+            if _SANE_ID(value):
+                return value
+            break
+    return uuid.uuid4().hex.encode()
+
+
+def for_engine(scope: Scope, identifier: bytes, not_for_engine: frozenset[bytes]) -> Headers:
+    """The client's headers as an engine may see them.
+
+    Args:
+        identifier: what `request_id` gave.
+        not_for_engine: NOT_FOR_ENGINE, or NOT_FOR_ENGINE_BUT_KEYS where clients' keys are passed on.
+    """
+    kept: Headers = []
+    named: set[bytes] = set()
+    hops: list[bytes] = []
+    host: bytes | None = None
+    for pair in scope["headers"]:
+        name, value = pair
+        if name in not_for_engine:
+            if name == b"host":
+                host = host if host is not None else value
+            elif name == b"connection":
+                named |= _options(value)
+            elif name == b"x-forwarded-for":
+                hops.append(value)
+        elif not name.startswith(b"proxy-"):
+            kept.append(pair)
+    if named:
+        kept = [pair for pair in kept if pair[0] not in named]
+    client = scope.get("client")
+    if client:
+        hops.append(client[0].encode())
+    if hops:
+        kept.append((b"x-forwarded-for", b", ".join(hops)))
+    if host is not None:
+        kept.append((b"x-forwarded-host", host))
+    kept.append((b"x-forwarded-proto", scope["scheme"].encode()))
+    kept.append((b"x-request-id", identifier))
+    return kept
+
+
+class ClientHead:
+    """The head of the answer to a client, made from the engine's.
+
+    `content_length` is None where the length is not known beforehand. A stream never keeps one: it
+    may have to end with an event that the engine did not send.
+    """
+
+    __slots__ = ("content_length", "encoded", "headers", "streaming")
+
+    def __init__(self, status: int, headers: Headers, extra: Headers) -> None:
+        self.streaming = False
+        self.encoded = False
+        self.content_length: int | None = None
+        named: set[bytes] = set()
+        chunked = False
+        for name, value in headers:
+            if name == b"content-type":
+                self.streaming = value[:17].lower() == b"text/event-stream"
+            elif name == b"content-length":
+                self.content_length = int(value)
+            elif name == b"content-encoding":
+                self.encoded = value.lower() != b"identity"
+            elif name == b"transfer-encoding":
+                chunked = True
+            elif name == b"connection":
+                named |= _options(value)
+        dropped = _OURS_TO_STREAM if self.streaming else _OURS_TO_CLIENT
+        if chunked or self.streaming or status in (204, 304):
+            self.content_length = None
+            dropped = dropped | {b"content-length"}
+        if named:
+            dropped = dropped | named
+        self.headers = [pair for pair in headers if pair[0] not in dropped and not pair[0].startswith(b"proxy-")]
+        if self.streaming:
+            self.headers += _FOR_STREAMS
+        self.headers += extra
+
+
+def _options(connection: bytes) -> set[bytes]:
+    """The header names in a Connection value."""
+    return {option.strip().lower() for option in connection.split(b",")} - {b"", b"close", b"keep-alive"}

@@ -1,0 +1,70 @@
+"""`GET /v1/models` and `GET /v1/models/{id}`: the models of all nodes, each once.
+
+The entries are the same in every worker and at every call, so that a list read twice can be compared:
+LMDeploy makes up a new time and a new permission id each time.
+
+Source of the shape: lmdeploy/serve/openai/protocol.py, `ModelCard` and `ModelPermission`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from app.errors import ModelNotFound
+from app.http.ports import NodeRegistry, SnapshotView
+
+
+def model_card(model: str, created_s: int) -> dict[str, Any]:
+    """One entry of the list. `created_s`: when the first node with this model was registered."""
+    return {
+        "id": model,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "lmdeploy",
+        "root": model,
+        "parent": None,
+        "permission": [
+            {
+                "id": "modelperm-" + hashlib.sha256(model.encode("utf-8", "surrogatepass")).hexdigest()[:22],
+                "object": "model_permission",
+                "created": created_s,
+                "allow_create_engine": False,
+                "allow_sampling": True,
+                "allow_logprobs": True,
+                "allow_search_indices": True,
+                "allow_view": True,
+                "allow_fine_tuning": False,
+                "organization": "*",
+                "group": None,
+                "is_blocking": False,
+            }
+        ],
+    }
+
+
+def created_s(snapshot: SnapshotView, model: str) -> int:
+    since_ms = (node.registered_at_ms for node in snapshot.nodes.values() if model in node.models)
+    return min(since_ms, default=0) // 1000
+
+
+class Models:
+    """The endpoints. They answer from the worker's snapshot and never wait for Redis."""
+
+    def __init__(self, registry: NodeRegistry) -> None:
+        self._registry = registry
+
+    async def list(self, request: Request) -> Response:
+        snapshot = self._registry.snapshot
+        cards = [model_card(model, created_s(snapshot, model)) for model in snapshot.models()]
+        return JSONResponse({"object": "list", "data": cards})
+
+    async def one(self, request: Request) -> Response:
+        model = request.path_params["model"]
+        snapshot = self._registry.snapshot
+        if model not in snapshot.models():
+            raise ModelNotFound(f"The model {model[:200]!r} does not exist.", param="model")
+        return JSONResponse(model_card(model, created_s(snapshot, model)))

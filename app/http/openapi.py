@@ -1,0 +1,420 @@
+"""The OpenAPI document: every route, as it is.
+
+Version 3.0.3, because that is what the packaged Swagger UI can draw. Request bodies of `/v1` name only
+what the distributor itself reads: everything else belongs to the engine behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app import __version__
+from app.nodes import Role, State
+
+Schema = dict[str, Any]
+
+_CLIENT: list[Schema] = [{"apiKey": []}, {}]
+_ADMIN: list[Schema] = [{"adminKey": []}, {}]
+
+_ERRORS = {
+    "400": "A field or the body is wrong; `error.param` names the field.",
+    "401": "No key, or a wrong one.",
+    "403": "The key is not an admin key.",
+    "404": "Not known here.",
+    "413": "The body is too large.",
+    "501": "Not built in this version.",
+    "502": "An engine can't be reached, broke off, or refused.",
+    "503": "No node can serve this, Redis is away, or the worker stops. Carries Retry-After.",
+    "504": "An engine was too slow, or did not answer.",
+}
+
+_ANSWERED_BY_ENGINE = (
+    "Forwarded byte for byte to a node that has the model. Statuses and bodies of the engine pass unchanged. "
+    'A stream that breaks off ends with one `data: {"error": ...}` event. Fields that steer the engines\' cache '
+    "transfer (`migration_request`, `kv_transfer_params`, `bootstrap_*`, ...) are refused."
+)
+
+
+def document() -> Schema:
+    return {
+        "openapi": "3.0.3",
+        "info": {
+            "title": "Evenhand",
+            "version": __version__,
+            "description": "One OpenAI-compatible endpoint in front of many LLM engines.",
+        },
+        "tags": [
+            {"name": "OpenAI", "description": "What clients call."},
+            {"name": "Nodes", "description": "Node management, as LMDeploy's proxy has it, and more."},
+            {"name": "Health", "description": "For load balancers and people; open to everybody."},
+        ],
+        "paths": {
+            "/v1/models": {"get": _list_models()},
+            "/v1/models/{model}": {"get": _one_model()},
+            "/v1/chat/completions": {"post": _forwarded("Chat completion", "chatCompletion")},
+            "/v1/completions": {"post": _forwarded("Completion", "completion")},
+            "/v1/{path}": {"post": _forwarded_other()},
+            "/nodes/status": {"get": _nodes_status()},
+            "/nodes/add": {"post": _nodes_add()},
+            "/nodes/remove": {"post": _nodes_remove()},
+            "/nodes/terminate": {"post": _nodes_terminate()},
+            "/nodes/terminate_all": {"get": _nodes_terminate_all()},
+            "/distserve/connection_warmup": {"post": _distserve("Connect all prefill and decode nodes", "warmUp")},
+            "/distserve/gc": {"post": _distserve("Collect unused connections", "collect")},
+            "/health": {"get": _health()},
+            "/ready": {"get": _ready()},
+            "/": {"get": _page()},
+            "/openapi.json": {"get": _openapi()},
+        },
+        "components": {
+            "schemas": _schemas(),
+            "headers": {"RequestId": {"description": "The request's id, kept or made.", "schema": {"type": "string"}}},
+            "securitySchemes": {
+                "apiKey": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "One of --api-keys, where there are any.",
+                },
+                "adminKey": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "One of --admin-keys (or of --api-keys where there are none). "
+                    "Not needed from --trusted-nodes.",
+                },
+            },
+        },
+    }
+
+
+# --- building blocks --------------------------------------------------------------------------------
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _json(schema: Schema) -> Schema:
+    return {"application/json": {"schema": schema}}
+
+
+def _answer(description: str, content: Schema | None = None) -> Schema:
+    answer: Schema = {
+        "description": description,
+        "headers": {"X-Request-Id": {"$ref": "#/components/headers/RequestId"}},
+    }
+    return answer if content is None else {**answer, "content": content}
+
+
+def _errors(*statuses: str) -> Schema:
+    return {status: _answer(_ERRORS[status], _json(_ref("Error"))) for status in statuses}
+
+
+def _literal(*texts: str) -> Schema:
+    return _json({"type": "string", "enum": list(texts)})
+
+
+def _operation(
+    tag: str, summary: str, identifier: str, *, ok: Schema, errors: tuple[str, ...] = (), **more: Any
+) -> Schema:
+    responses = ok if "description" not in ok else {"200": ok}
+    return {
+        "tags": [tag],
+        "summary": summary,
+        "operationId": identifier,
+        "responses": {**responses, **_errors(*errors)},
+        **more,
+    }
+
+
+def _query(name: str, schema: Schema, description: str) -> Schema:
+    return {"name": name, "in": "query", "required": False, "schema": schema, "description": description}
+
+
+# --- OpenAI ---------------------------------------------------------------------------------------
+
+
+def _list_models() -> Schema:
+    return _operation(
+        "OpenAI",
+        "All models of all nodes, each once",
+        "listModels",
+        ok=_answer("The list; empty while there is no node.", _json(_ref("ModelList"))),
+        errors=("401",),
+        security=_CLIENT,
+    )
+
+
+def _one_model() -> Schema:
+    return _operation(
+        "OpenAI",
+        "One model",
+        "getModel",
+        ok=_answer("The model.", _json(_ref("Model"))),
+        errors=("401", "404"),
+        security=_CLIENT,
+        parameters=[
+            {
+                "name": "model",
+                "in": "path",
+                "required": True,
+                "schema": {"type": "string", "minLength": 1},
+                "description": "Its name; may hold slashes.",
+            }
+        ],
+    )
+
+
+def _forwarded(summary: str, identifier: str, **more: Any) -> Schema:
+    content: Schema = {"application/json": {"schema": _ref("ModelRequest")}}
+    engine = {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}}
+    operation = _operation(
+        "OpenAI",
+        summary,
+        identifier,
+        ok=_answer("The engine's answer, or its stream of events.", engine),
+        errors=("400", "401", "404", "413", "501", "502", "503", "504"),
+        description=_ANSWERED_BY_ENGINE,
+        security=_CLIENT,
+        requestBody={"required": True, "content": content},
+        **more,
+    )
+    operation["responses"]["default"] = {"description": "Any other answer of the engine, unchanged."}
+    return operation
+
+
+def _forwarded_other() -> Schema:
+    operation = _forwarded(
+        "Any other OpenAI call",
+        "other",
+        parameters=[
+            {
+                "name": "path",
+                "in": "path",
+                "required": True,
+                "schema": {"type": "string", "minLength": 1},
+                "description": "Everything after /v1/; may hold slashes. Not `models`.",
+            }
+        ],
+    )
+    operation["requestBody"]["content"]["multipart/form-data"] = {
+        "schema": {"type": "object", "required": ["model"], "properties": {"model": {"type": "string", "minLength": 1}}}
+    }
+    # `/v1/models` and what is below it matches this template too, and takes no POST.
+    operation["responses"]["405"] = _answer("`models` takes no POST.", _json(_ref("Error")))
+    return operation
+
+
+# --- nodes ------------------------------------------------------------------------------------------
+
+
+def _nodes_status() -> Schema:
+    return _operation(
+        "Nodes",
+        "Every node and how it stands, over all workers",
+        "nodesStatus",
+        ok=_answer("By node URL.", _json({"type": "object", "additionalProperties": _ref("NodeStatus")})),
+        errors=("400", "401", "403", "503"),
+        security=_ADMIN,
+        parameters=[_query("all", {"type": "boolean", "default": False}, "Show nodes that are gone, too.")],
+    )
+
+
+def _nodes_add() -> Schema:
+    return _operation(
+        "Nodes",
+        "Register a node, or update it",
+        "nodesAdd",
+        ok=_answer("It is registered, and pending until its first good probe.", _literal("Added successfully")),
+        errors=("400", "401", "403", "413", "503", "504"),
+        description="With `status.models` the engine is not called: it may register before it listens. Without, it is "
+        "asked for its models. An update never touches running counts; a role or speed that is not given stays.",
+        security=_ADMIN,
+        requestBody={"required": True, "content": _json(_ref("NodeRegistration"))},
+    )
+
+
+def _nodes_remove() -> Schema:
+    drain = {"type": "boolean", "default": False}
+    timeout = {"type": "number", "minimum": 0, "description": "Default: --grace-s."}
+    return _operation(
+        "Nodes",
+        "Remove a node",
+        "nodesRemove",
+        ok=_answer(
+            "It is removed or was not there, or it gets no new requests and is removed after its last one.",
+            _literal("Deleted successfully", "Draining started"),
+        ),
+        errors=("400", "401", "403", "413", "503"),
+        description="The URL is given in the body or as `node_url`.",
+        security=_ADMIN,
+        parameters=[
+            _query("node_url", {"type": "string"}, "The node; instead of `url` in the body."),
+            _query("drain", drain, "Let running requests end first."),
+            _query("timeout_s", timeout, "Seconds after which a drained node is removed in any case."),
+        ],
+        requestBody={
+            "required": False,
+            "content": _json(
+                {
+                    "type": "object",
+                    "properties": {"url": {"type": "string"}, "drain": drain, "timeout_s": timeout},
+                }
+            ),
+        },
+    )
+
+
+def _nodes_terminate() -> Schema:
+    return _operation(
+        "Nodes",
+        "Make an engine end itself, and remove it",
+        "nodesTerminate",
+        ok=_answer("The engine agreed.", _literal("Terminated successfully")),
+        errors=("400", "401", "403", "404", "413", "502", "503", "504"),
+        security=_ADMIN,
+        requestBody={
+            "required": True,
+            "content": _json({"type": "object", "required": ["url"], "properties": {"url": {"type": "string"}}}),
+        },
+    )
+
+
+def _nodes_terminate_all() -> Schema:
+    return _operation(
+        "Nodes",
+        "Make all engines end themselves, and remove them",
+        "nodesTerminateAll",
+        ok=_answer("All agreed.", _literal("All nodes terminated successfully")),
+        errors=("401", "403", "502", "503"),
+        security=_ADMIN,
+    )
+
+
+def _distserve(summary: str, identifier: str) -> Schema:
+    return _operation("Nodes", summary, identifier, ok={}, errors=("401", "403", "501"), security=_ADMIN)
+
+
+# --- health and pages -------------------------------------------------------------------------------
+
+
+def _health() -> Schema:
+    body = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string", "enum": ["healthy"]}}}
+    return _operation(
+        "Health", "Whether this process lives", "health", ok=_answer("It does.", _json(body)), security=[]
+    )
+
+
+def _ready() -> Schema:
+    body = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string", "enum": ["ready"]}}}
+    return _operation(
+        "Health",
+        "Whether it can serve: Redis reached, and a ready node of each role that is needed",
+        "ready",
+        ok=_answer("It can.", _json(body)),
+        errors=("503",),
+        security=[],
+    )
+
+
+def _page() -> Schema:
+    content = {"text/html": {"schema": {"type": "string"}}}
+    return _operation("Health", "This page", "page", ok=_answer("Swagger UI.", content), security=[])
+
+
+def _openapi() -> Schema:
+    return _operation(
+        "Health", "This document", "openapi", ok=_answer("OpenAPI 3.0.3.", _json({"type": "object"})), security=[]
+    )
+
+
+# --- schemas ----------------------------------------------------------------------------------------
+
+
+def _object(required: tuple[str, ...], **properties: Schema) -> Schema:
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+def _schemas() -> Schema:
+    text: Schema = {"type": "string"}
+    perhaps_text: Schema = {"type": "string", "nullable": True}
+    instant: Schema = {"type": "integer", "description": "Milliseconds since 1970."}
+    models: Schema = {"type": "array", "items": {"type": "string", "minLength": 1}}
+    roles = ", ".join(f"{role.value} {role.name}" for role in Role)
+    return {
+        "Error": _object(
+            ("error",),
+            error=_object(
+                ("message", "type", "param", "code"), message=text, type=text, param=perhaps_text, code=perhaps_text
+            ),
+            error_code={
+                "type": "integer",
+                "enum": [10400, 10401, 10402],
+                "description": "LMDeploy's code: unknown model, service unavailable, timeout.",
+            },
+            text={"type": "string", "description": "The message again, where LMDeploy's clients look for it."},
+        ),
+        "Model": _object(
+            ("id", "object", "created", "owned_by", "root", "parent", "permission"),
+            id=text,
+            object={"type": "string", "enum": ["model"]},
+            created={"type": "integer", "description": "Seconds since 1970, when its first node was registered."},
+            owned_by=text,
+            root=text,
+            parent=perhaps_text,
+            permission={"type": "array", "items": {"type": "object"}},
+        ),
+        "ModelList": _object(
+            ("object", "data"),
+            object={"type": "string", "enum": ["list"]},
+            data={"type": "array", "items": _ref("Model")},
+        ),
+        "ModelRequest": _object(
+            ("model",),
+            model={"type": "string", "minLength": 1, "description": "Decides to which nodes the request may go."},
+            stream={"type": "boolean", "description": "Read by the engine."},
+        ),
+        "NodeRegistration": _object(
+            ("url",),
+            url={
+                "type": "string",
+                "description": "http or https, host, perhaps port and path; no user, query or fragment.",
+                "example": "http://10.0.0.5:23333",
+            },
+            status={
+                **_object(
+                    (),
+                    role={
+                        "oneOf": [{"type": "integer", "enum": [role.value for role in Role]}, {"type": "string"}],
+                        "description": f"Number, or name in any case: {roles}.",
+                    },
+                    models=models,
+                    speed={
+                        "type": "number",
+                        "description": "Greater than 0, any unit, the same for all nodes; -1 counts as not given.",
+                    },
+                ),
+                "nullable": True,
+            },
+            key={"type": "string", "description": "The key sent to this engine; never shown again."},
+        ),
+        "NodeStatus": _object(
+            ("role", "models", "unfinished", "latency", "speed", "state"),
+            role={"type": "integer", "enum": [role.value for role in Role], "description": roles},
+            models=models,
+            unfinished={"type": "integer", "description": "Requests dispatched and not finished, all workers."},
+            latency={
+                "type": "array",
+                "items": {"type": "number"},
+                "maxItems": 15,
+                "description": "The last successful latencies, seconds, newest first.",
+            },
+            speed={"type": "number", "nullable": True},
+            state={"type": "string", "enum": [state.value for state in State]},
+            reason={"type": "string", "description": "Why it is in this state."},
+            role_name={"type": "string", "enum": [role.name for role in Role]},
+            static={"type": "boolean", "description": "Named by --nodes: never forgotten."},
+            registered_at_ms=instant,
+            state_since_ms=instant,
+            drain_until_ms={**instant, "nullable": True},
+        ),
+    }

@@ -1,0 +1,99 @@
+"""What the distributor reads of a request body: the model, and whether internal fields are in it.
+
+Bodies are passed, not rebuilt: msgspec skips everything else, and only where a null internal field
+has to be cut out is the top level written anew, its values byte for byte. Pure.
+
+Internal fields steer the engines' cache transfer. From a client they are an attack: a made-up
+`migration_request` stops an LMDeploy decode engine for everybody (InternLM/lmdeploy#4965).
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from app.errors import BadRequest
+
+
+class _Peek(msgspec.Struct, gc=False):
+    # Keys are compared after unescaping and of repeated keys the last counts, both as Python's json
+    # does it in the engines: an escaped or doubled name gets nothing past this.
+    model: str | UnsetType = UNSET
+    vllm_xargs: Raw | UnsetType = UNSET
+    migration_request: Raw | UnsetType = UNSET
+    with_cache: Raw | UnsetType = UNSET
+    preserve_cache: Raw | UnsetType = UNSET
+    kv_transfer_params: Raw | UnsetType = UNSET
+    ec_transfer_params: Raw | UnsetType = UNSET
+    bootstrap_host: Raw | UnsetType = UNSET
+    bootstrap_port: Raw | UnsetType = UNSET
+    bootstrap_room: Raw | UnsetType = UNSET
+    bootstrap_pair_key: Raw | UnsetType = UNSET
+    disagg_prefill_dp_rank: Raw | UnsetType = UNSET
+    disaggregated_params: Raw | UnsetType = UNSET
+    disagg_prefill_resp: Raw | UnsetType = UNSET
+
+
+INTERNAL = _Peek.__struct_fields__[2:]
+_NOTHING = (UNSET,) * (len(INTERNAL) + 1)
+
+_peek = msgspec.json.Decoder(_Peek).decode
+_members = msgspec.json.Decoder(dict[str, Raw]).decode
+
+
+def peek(body: bytes, *, allow_transfer_params: bool) -> tuple[str, bytes]:
+    """The model that `body` names, and the body to forward.
+
+    Raises:
+        BadRequest: no JSON object, no model, or an internal field that is not null.
+    """
+    try:
+        found = _peek(body)
+    except msgspec.ValidationError as e:
+        if str(e).endswith("`$.model`"):
+            raise BadRequest("model must be a string", param="model") from e
+        raise BadRequest("The request body must be a JSON object") from e
+    except msgspec.DecodeError as e:
+        raise BadRequest(f"The request body is not valid JSON: {e}") from e
+    except RecursionError as e:
+        raise BadRequest("The request body is nested too deeply") from e
+    if not found.model:
+        raise BadRequest("The request does not name a model", param="model")
+    if not allow_transfer_params and msgspec.structs.astuple(found)[1:] != _NOTHING:
+        body = _without_internal(found, body)
+    return found.model, body
+
+
+def refuse(field: str) -> BadRequest:
+    """The error for an internal field that came from a client."""
+    return BadRequest(
+        f"{field} is internal to the engines and not taken from clients "
+        "(--allow-transfer-params, for a distributor behind another one)",
+        param=field,
+    )
+
+
+def _without_internal(found: _Peek, body: bytes) -> bytes:
+    null = []
+    for field in INTERNAL:
+        value = getattr(found, field)
+        if value is not UNSET:
+            if bytes(value) != b"null":
+                raise refuse(field)
+            null.append(field)
+    # vLLM merges these into the arguments where it keeps kv_transfer_params: a second door to the same room
+    # (vllm/entrypoints/openai, `to_sampling_params`).
+    if found.vllm_xargs is not UNSET:
+        try:
+            inside = _members(found.vllm_xargs)
+        except msgspec.DecodeError:
+            inside = {}  # not an object: the engine will say so
+        for field in inside:
+            if field in INTERNAL:
+                raise refuse(f"vllm_xargs.{field}")
+    if not null:
+        return body
+    members = _members(body)
+    for field in null:
+        del members[field]
+    return msgspec.json.encode(members)

@@ -1,0 +1,67 @@
+"""What the HTTP face needs from the parts behind it, as narrow interfaces.
+
+The real ones are `app.store.registry.Registry`, `app.dispatch.hybrid.Hybrid` and
+`app.upstream.management.EngineClient`; tests bring plain fakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from app.dispatch.answer import Answer, EngineRequest
+from app.nodes import Node, Role
+
+if TYPE_CHECKING:
+    from app.store.registry import NodeStatus
+
+
+class Dispatcher(Protocol):
+    """A serving mode: chooses an engine for a request and opens its answer."""
+
+    async def open(self, request: EngineRequest) -> Answer: ...
+
+
+class SnapshotView(Protocol):
+    """The registry as this worker last read it; never waits."""
+
+    @property
+    def nodes(self) -> Mapping[str, Node]: ...
+
+    @property
+    def engine_keys(self) -> Mapping[str, str]: ...
+
+    def models(self) -> list[str]: ...
+
+
+class NodeRegistry(Protocol):
+    """The shared registry; every coroutine may raise StoreUnavailable."""
+
+    @property
+    def snapshot(self) -> SnapshotView: ...
+
+    async def add(
+        self,
+        url: str,
+        *,
+        role: Role,
+        models: tuple[str, ...],
+        speed: float | None,
+        key: str | None,
+        asked: bool = False,
+        static: bool = False,
+    ) -> None: ...
+
+    async def remove(self, url: str) -> bool: ...
+
+    async def drain(self, url: str, timeout_s: float) -> bool: ...
+
+    async def status(self) -> dict[str, NodeStatus]: ...
+
+
+class Engines(Protocol):
+    """Calls to an engine's own management routes; all raise UpstreamError."""
+
+    async def models(self, url: str, key: str | None) -> tuple[str, ...]: ...
+
+    async def terminate(self, url: str, key: str | None) -> None: ...

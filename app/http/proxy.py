@@ -1,0 +1,164 @@
+"""The hot endpoint: `POST /v1/*`, a raw ASGI callable.
+
+Reads the request, lets a dispatcher choose an engine and open its answer, and relays that. Nothing
+per request goes through Starlette, middleware, log formatters or thread pools. It must not know Redis
+or how an engine is chosen.
+
+The count of a request is given back in the `finally` of `__call__`, by a synchronous call: generator
+`finally` blocks and background tasks are both skipped on some disconnects, this is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from urllib.parse import unquote
+
+from starlette.types import Receive, Scope, Send
+
+from app.dispatch.answer import Answer, EngineRequest, Outcome
+from app.errors import BadRequest, EvenhandError, Headers, ShuttingDown, error_answer
+from app.http.auth import Authority
+from app.http.body import ClientLeft, header, read_body
+from app.http.form import is_form, model_of_form
+from app.http.headers import CLOSE, NOT_FOR_ENGINE, NOT_FOR_ENGINE_BUT_KEYS, for_engine, request_id
+from app.http.interrupt import Running, Watch, Why
+from app.http.peek import peek
+from app.http.ports import Dispatcher
+from app.http.relay import Relay
+
+log = logging.getLogger("evenhand.http")
+
+LAST_WORDS_S = 0.5
+"""How long a stopping worker waits for a client that does not take the last event."""
+
+
+class Proxy:
+    """The ASGI callable; one per worker."""
+
+    def __init__(
+        self,
+        *,
+        dispatcher: Dispatcher,
+        authority: Authority,
+        running: Running,
+        max_body_bytes: int,
+        allow_transfer_params: bool,
+        forward_client_key: bool,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._authority = authority
+        self._running = running
+        self._max_body_bytes = max_body_bytes
+        self._allow_transfer_params = allow_transfer_params
+        self._not_for_engine = NOT_FOR_ENGINE_BUT_KEYS if forward_client_key else NOT_FOR_ENGINE
+
+    def __repr__(self) -> str:
+        return f"<Proxy {self._running!r}>"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        identifier = request_id(scope["headers"])
+        watch = self._running.enter()
+        answer: Answer | None = None
+        relay: Relay | None = None
+        outcome = Outcome.ABORTED
+        try:
+            answer = await self._open(scope, receive, identifier, watch)
+            relay = Relay(answer, send, path=scope["path"], extra=self._extra(identifier))
+            outcome = await relay.run()
+        except ClientLeft:
+            pass
+        except asyncio.CancelledError:
+            if not watch.absorb():
+                raise
+            if relay is not None and relay.complete:
+                outcome = Outcome.OK
+            if answer is not None:
+                answer.close(outcome)
+            if watch.why is Why.SHUTDOWN:
+                await self._last_words(relay, scope, send, identifier)
+        except EvenhandError as e:
+            watch.stop()
+            await self._refuse(e, scope, send, identifier)
+        except Exception:
+            watch.stop()
+            log.exception("request %s failed on a fault of ours", identifier.decode())
+            if relay is None or not relay.started:
+                await self._refuse(EvenhandError("Internal error"), scope, send, identifier)
+        finally:
+            try:
+                if answer is not None:
+                    answer.close(outcome)
+            finally:
+                self._running.leave(watch)
+
+    async def _open(self, scope: Scope, receive: Receive, identifier: bytes, watch: Watch) -> Answer:
+        # The body lives in this frame only: a stream of an hour must not keep an image of 40 MB.
+        if self._running.ended:
+            raise ShuttingDown("This worker is stopping")
+        self._authority.check_client(scope["headers"])
+        path = path_for_engine(scope)
+        body = await read_body(scope, receive, limit_bytes=self._max_body_bytes, setting="--max-body-size")
+        model, body = self._peek(scope, body)
+        headers = for_engine(scope, identifier, self._not_for_engine)
+        watch.start(receive)
+        return await self._dispatcher.open(EngineRequest(b"POST", path, headers, body, model))
+
+    def _peek(self, scope: Scope, body: bytes) -> tuple[str, bytes]:
+        allow = self._allow_transfer_params
+        content_type = header(scope, b"content-type")
+        if content_type is not None and is_form(content_type):
+            return model_of_form(content_type, body, allow_transfer_params=allow), body
+        return peek(body, allow_transfer_params=allow)
+
+    def _extra(self, identifier: bytes) -> Headers:
+        extra = [(b"x-request-id", identifier)]
+        if self._running.stopping:
+            extra.append(CLOSE)
+        return extra
+
+    async def _refuse(self, error: EvenhandError, scope: Scope, send: Send, identifier: bytes) -> None:
+        status, headers, body = error_answer(error)
+        headers += self._extra(identifier)
+        if CLOSE not in headers and header(scope, b"expect") is not None:
+            # The client may skip a body that was not asked for; then its next request would be read as that body.
+            headers.append(CLOSE)
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _last_words(self, relay: Relay | None, scope: Scope, send: Send, identifier: bytes) -> None:
+        """Tell the client that the worker stops, if it is willing to hear it."""
+        error = ShuttingDown("The worker that served this request is stopping")
+        try:
+            async with asyncio.timeout(LAST_WORDS_S):
+                if relay is None or not relay.started:
+                    await self._refuse(error, scope, send, identifier)
+                else:
+                    await relay.end_early(error)
+        except TimeoutError:
+            log.warning("request %s: the client did not take the end of its stream", identifier.decode())
+
+
+def path_for_engine(scope: Scope) -> bytes:
+    """Path and query string exactly as the client wrote them.
+
+    Raises:
+        BadRequest: a `..` segment, plain or encoded: it could lead out of /v1 on the engine's side.
+    """
+    raw: bytes = scope["raw_path"]
+    if (b"." in raw or b"%" in raw) and _climbs(scope["path"]):
+        raise BadRequest("The path must not have .. segments")
+    query: bytes = scope["query_string"]
+    return raw + b"?" + query if query else raw
+
+
+def _climbs(path: str) -> bool:
+    # Decoded until nothing changes: a proxy in front of the engine may decode once more than we did.
+    while True:
+        if ".." in re.split(r"[/\\]", path):
+            return True
+        decoded = unquote(path)
+        if decoded == path:
+            return False
+        path = decoded

@@ -1,0 +1,137 @@
+"""An engine's answer on its way to the client.
+
+Every chunk goes out when it came in, byte for byte; the next one is read only when the server has
+taken this one, so a slow client slows its own engine and nobody else. It must not know how an engine
+is chosen or counted: it closes the `Answer` as soon as the engine's part is over, and whoever made
+the relay closes it again in a `finally`, for the ways out that lead past here.
+
+How an answer that is not complete ends:
+- a stream: one event that says so, then a proper end. Clients read events, and would take a cut
+  connection for a network fault of their own;
+- anything else: no proper end, so that the client's HTTP library raises. There is no other place
+  left to say it once the status is out.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.types import Send
+
+from app.dispatch.answer import Answer, Outcome
+from app.errors import EngineBroke, EvenhandError, Headers, UpstreamError, error_event
+from app.http.headers import ClientHead
+from app.http.sse import StreamTail
+
+log = logging.getLogger("evenhand.http")
+
+DONE_PATHS = frozenset(("/v1/chat/completions", "/v1/completions"))
+"""Here, and only here, a complete stream ends with `data: [DONE]` (OpenAI API reference, streaming)."""
+
+
+class Relay:
+    """One answer and what the client has of it so far.
+
+    Args:
+        extra: headers of our own for the client, after the engine's.
+        path: of the request, decoded.
+    """
+
+    __slots__ = ("_answer", "_extra", "_head", "_path", "_send", "_tail", "started")
+
+    def __init__(self, answer: Answer, send: Send, *, path: str, extra: Headers) -> None:
+        self._answer = answer
+        self._send = send
+        self._path = path
+        self._extra = extra
+        self._head: ClientHead | None = None
+        self._tail = StreamTail()
+        self.started = False
+
+    def __repr__(self) -> str:
+        return f"<Relay {self._answer.url} started={self.started} {self._tail!r}>"
+
+    async def run(self) -> Outcome:
+        """Hand the whole answer on; on return the engine's side is closed.
+
+        Raises:
+            EngineBroke: its status can't be handed on; nothing was sent yet.
+        """
+        answer = self._answer
+        if not 200 <= answer.status <= 599:
+            raise EngineBroke(f"The engine answered with status {answer.status}")
+        self._head = head = ClientHead(answer.status, answer.headers, self._extra)
+        self.started = True
+        await self._send({"type": "http.response.start", "status": answer.status, "headers": head.headers})
+        return await (self._stream() if head.streaming else self._body(head.content_length))
+
+    @property
+    def complete(self) -> bool:
+        """Whether the client has all that an answer of this kind holds, though its end hasn't come."""
+        return self._expects_done and self._tail.done
+
+    @property
+    def _expects_done(self) -> bool:
+        head = self._head
+        return (
+            head is not None
+            and head.streaming
+            and not head.encoded
+            and self._answer.status < 400
+            and self._path in DONE_PATHS
+        )
+
+    async def _stream(self) -> Outcome:
+        read, send, tail = self._answer.read, self._send, self._tail
+        broke: EvenhandError | None = None
+        try:
+            while chunk := await read():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                # Only now: a chunk whose send was interrupted never reached the client.
+                tail.feed(chunk)
+        except UpstreamError as e:
+            broke = e
+        if broke is None and self._expects_done and not tail.done:
+            broke = EngineBroke("The engine ended its stream before it was complete")
+        if broke is None or self.complete:
+            return await self._finish()
+        return await self._break(broke)
+
+    async def _body(self, content_length: int | None) -> Outcome:
+        read, send = self._answer.read, self._send
+        left_bytes = -1 if content_length is None else content_length
+        try:
+            while chunk := await read():
+                left_bytes -= len(chunk)
+                if left_bytes == 0:
+                    # The last bytes leave after the release: a client that has its whole answer and
+                    # asks again at once must not meet its own old count.
+                    await read()
+                    return await self._finish(chunk)
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except UpstreamError as e:
+            return await self._break(e)
+        if left_bytes > 0:
+            return await self._break(EngineBroke("The engine's answer is shorter than its Content-Length"))
+        return await self._finish()
+
+    async def _finish(self, last: bytes = b"") -> Outcome:
+        status = self._answer.status
+        outcome = Outcome.OK if status < 400 else Outcome.CLIENT_ERROR if status < 500 else Outcome.ENGINE_ERROR
+        self._answer.close(outcome)
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+        return outcome
+
+    async def _break(self, error: EvenhandError) -> Outcome:
+        log.warning("the answer of %s broke off: %s", self._answer.url, error.message)
+        self._answer.close(Outcome.ENGINE_ERROR)
+        await self.end_early(error)
+        return Outcome.ENGINE_ERROR
+
+    async def end_early(self, error: EvenhandError) -> None:
+        """End what the client has in the way that says that it is not all; see the module."""
+        head = self._head
+        if head is None or not head.streaming or head.encoded:
+            return  # the server closes a connection whose answer was left without an end
+        event = b"" if self.complete else self._tail.missing_newlines() + error_event(error)
+        await self._send({"type": "http.response.body", "body": event, "more_body": False})

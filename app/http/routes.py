@@ -1,0 +1,184 @@
+"""The whole HTTP face, put together: the hot endpoint first, Starlette for everything else.
+
+Owns which path goes where and who may call it. `app.main` is its only caller beside tests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Lifespan, Message, Receive, Scope, Send
+
+from app.errors import EvenhandError, Forbidden, Unauthorized
+from app.http.admin import Admin
+from app.http.answers import on_client_left, on_evenhand_error, on_fault, on_http_exception
+from app.http.auth import Authority
+from app.http.body import ClientLeft
+from app.http.docs_page import DocsPage
+from app.http.headers import CLOSE, request_id
+from app.http.health import Health
+from app.http.interrupt import Running
+from app.http.models import Models
+from app.http.ports import Dispatcher, Engines, NodeRegistry
+from app.http.proxy import Proxy
+
+if TYPE_CHECKING:
+    from app.settings import Settings
+
+log = logging.getLogger("evenhand.http")
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class HttpFace:
+    """The ASGI application of one worker; made by `build_app`."""
+
+    def __init__(self, *, proxy: Proxy, site: Starlette, running: Running) -> None:
+        self.site = site
+        self.running = running
+        self._proxy = proxy
+
+    def __repr__(self) -> str:
+        return f"<HttpFace {self.running!r}>"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.site(scope, receive, send)
+        elif scope["method"] == "POST" and is_proxied(scope["path"]):
+            await self._proxy(scope, receive, send)
+        else:
+            await self._serve_site(scope, receive, send)
+
+    async def _serve_site(self, scope: Scope, receive: Receive, send: Send) -> None:
+        extra = [(b"x-request-id", request_id(scope["headers"]))]
+        if self.running.stopping:
+            extra.append(CLOSE)
+
+        async def send_with_extra(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *extra]
+            await send(message)
+
+        await self.site(scope, receive, send_with_extra)
+
+    def begin_shutdown(self, deadline_monotonic_s: float) -> None:
+        """Stop gracefully. Call it in the event loop's thread, once a worker knows that it must stop.
+
+        From now on every answer closes its connection; 1 s before the deadline (`time.monotonic()`)
+        what still runs is ended: a stream with an error event, an unanswered request with a 503.
+        """
+        self.running.begin_shutdown(deadline_monotonic_s)
+
+
+def is_proxied(path: str) -> bool:
+    """Whether a POST to the (decoded) path goes to an engine."""
+    return path.startswith("/v1/") and path not in ("/v1/", "/v1/models") and not path.startswith("/v1/models/")
+
+
+def build_app(
+    *,
+    settings: Settings,
+    registry: NodeRegistry,
+    hybrid: Dispatcher,
+    engine_client: Engines,
+    store_ok: Callable[[], str | None],
+    lifespan: Lifespan[Starlette] | None = None,
+) -> HttpFace:
+    """The ASGI application.
+
+    Args:
+        hybrid: what opens `POST /v1/*`: the dispatcher of the serving strategy.
+        store_ok: None while Redis can be used, else the reason why it can't; called by `/ready`.
+        lifespan: starts and stops what `app.main` has wired.
+    """
+    running = Running()
+    authority = Authority(
+        api_keys=[key.get_secret_value() for key in settings.api_keys],
+        admin_keys=[key.get_secret_value() for key in settings.admin_keys],
+        trusted_networks=settings.trusted_nodes,
+    )
+    proxy = Proxy(
+        dispatcher=hybrid,
+        authority=authority,
+        running=running,
+        max_body_bytes=settings.max_body_size,
+        allow_transfer_params=settings.allow_transfer_params,
+        forward_client_key=settings.forward_client_key,
+    )
+    admin = Admin(
+        registry=registry,
+        engines=engine_client,
+        engine_key=settings.engine_key.get_secret_value() if settings.engine_key is not None else None,
+        drain_timeout_s=settings.grace_s,
+    )
+    health = Health(registry=registry, running=running, serving_strategy=settings.serving_strategy, store_ok=store_ok)
+    models, docs = Models(registry), DocsPage()
+    for_clients, for_admins = _for_clients(authority), _for_admins(authority)
+    # A HEAD, which Starlette would answer like the GET, must not empty the deployment.
+    terminate_all = Route("/nodes/terminate_all", for_admins(admin.terminate_all), methods=["GET"])
+    terminate_all.methods = {"GET"}
+    site = Starlette(
+        routes=[
+            Route("/v1/models", for_clients(models.list), methods=["GET"]),
+            Route("/v1/models/{model:path}", for_clients(models.one), methods=["GET"]),
+            # A POST never comes here; these say what the others are told.
+            Route("/v1/chat/completions", proxy, methods=["POST"]),
+            Route("/v1/completions", proxy, methods=["POST"]),
+            Route("/nodes/status", for_admins(admin.status), methods=["GET"]),
+            Route("/nodes/add", for_admins(admin.add), methods=["POST"]),
+            Route("/nodes/remove", for_admins(admin.remove), methods=["POST"]),
+            Route("/nodes/terminate", for_admins(admin.terminate), methods=["POST"]),
+            terminate_all,
+            Route("/distserve/connection_warmup", for_admins(admin.distserve), methods=["POST"]),
+            Route("/distserve/gc", for_admins(admin.distserve), methods=["POST"]),
+            Route("/health", health.health, methods=["GET"]),
+            Route("/ready", health.ready, methods=["GET"]),
+            Route("/", docs.page, methods=["GET"]),
+            Route("/openapi.json", docs.openapi, methods=["GET"]),
+            Route("/swagger-ui/{name}", docs.asset, methods=["GET"], include_in_schema=False),
+        ],
+        exception_handlers={
+            HTTPException: on_http_exception,
+            EvenhandError: on_evenhand_error,
+            ClientLeft: on_client_left,
+            Exception: on_fault,
+        },
+        lifespan=lifespan,
+    )
+    site.router.redirect_slashes = False
+    return HttpFace(proxy=proxy, site=site, running=running)
+
+
+def _for_clients(authority: Authority) -> Callable[[Endpoint], Endpoint]:
+    def guard(endpoint: Endpoint) -> Endpoint:
+        async def guarded(request: Request) -> Response:
+            authority.check_client(request.scope["headers"])
+            return await endpoint(request)
+
+        return guarded
+
+    return guard
+
+
+def _for_admins(authority: Authority) -> Callable[[Endpoint], Endpoint]:
+    def guard(endpoint: Endpoint) -> Endpoint:
+        async def guarded(request: Request) -> Response:
+            peer = request.client.host if request.client is not None else None
+            try:
+                authority.check_admin(request.scope["headers"], peer)
+            except (Unauthorized, Forbidden) as e:
+                # An engine that may not register only logs that it failed; the reason has to stand here.
+                log.warning("refused %s %s from %s: %s", request.method, request.url.path, peer, e.message)
+                raise
+            return await endpoint(request)
+
+        return guarded
+
+    return guard

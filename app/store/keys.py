@@ -1,0 +1,36 @@
+"""Every Redis key name, in one place.
+
+The braces around the namespace are a hash tag: all keys of a deployment fall into one cluster slot,
+so that every script may touch any of them, and several deployments can share one Redis.
+"""
+
+from __future__ import annotations
+
+
+class Keys:
+    """Key names of one deployment. `lua/README.md` is the dictionary: type and meaning of each."""
+
+    def __init__(self, namespace: str) -> None:
+        self.prefix = p = f"evenhand:{{{namespace}}}:"
+        self.nodes = p + "nodes"
+        self.engine_keys = p + "engine_keys"
+        self.version = p + "version"
+        self.restored_from = p + "restored_from"
+        self.events = p + "events"
+        self.unfinished = p + "unfinished"
+        self.workers = p + "workers"
+        self.sessions = p + "sessions"
+        self.latency_mean = p + "latency_mean"
+        self.explored = p + "explored"
+        self.last_success = p + "last_success"
+        self.prober = p + "prober"
+
+    def node(self, url: str) -> str:
+        return f"{self.prefix}node:{url}"
+
+    def ledger(self, worker: str) -> str:
+        """The worker's own unfinished counts."""
+        return f"{self.prefix}unfinished:{worker}"
+
+    def latency(self, url: str) -> str:
+        return f"{self.prefix}latency:{url}"

@@ -1,0 +1,388 @@
+"""The ledger: this worker's own unfinished counts, and acquiring and releasing on the shared ones.
+
+Owns the hot connection, the worker's lease and the arithmetic between the local counts and Redis.
+It must not know HTTP or engines. Keys: unfinished, unfinished:<worker>, sessions, workers,
+latency:*, latency_mean, explored, last_success (through lua/).
+
+The rule everything here follows: **a worker never replays, it restates.** The local counts are the
+truth about this worker; after anything unclear (an error, a lost reply, a flush, a lease that ran
+out) they are written absolutely, and one script corrects the totals by the difference. Two things
+make that exact:
+
+- The counts change when a reply is *processed*, on one ordered connection, and a restate goes out
+  only while no acquire is in flight (new ones wait for that moment: one round trip, once a second).
+- Each connection has a generation, larger than all before it, and every call carries it. What an
+  older connection left in a frozen server's socket buffer runs late but is refused.
+
+While Redis is away requests are balanced on the local counts by the policy's Python twin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import hiredis
+
+from app.balancing import POLICIES, Candidate
+from app.errors import StoreUnavailable
+from app.store.keys import Keys
+from app.store.pipeline import Pipeline, RedisAddress, Reply
+from app.store.registry import Registry
+from app.store.scripts import Code, Script
+from app.store.snapshot import Pool, Snapshot
+
+log = logging.getLogger("evenhand.store")
+
+WINDOW = 15
+"""Latencies kept per node (source: LMDeploy's LATENCY_DEQUE_LEN)."""
+STALE_TRIES = 4
+"""How often an acquire follows a registry that changes under it before it takes what it has."""
+RENEW_S = 1.0
+"""Between two renewals of the lease; the same step repairs a ledger that somebody edited."""
+BACKOFF_S = (0.05, 1.0)
+"""First and longest pause between attempts to reach Redis: counts are exact again 2 s after it is back."""
+
+Select = Callable[[Snapshot], Pool]
+
+
+class Ticket:
+    """One counted request on `url`. `release` gives the count back: once, at once, never failing."""
+
+    __slots__ = ("_ledger", "_since", "url")
+
+    def __init__(self, ledger: Ledger, url: str) -> None:
+        self.url = url
+        self._ledger: Ledger | None = ledger
+        self._since = time.monotonic()
+
+    def release(self, *, succeeded: bool) -> None:
+        """Count the request as finished; its latency enters the node's window if it `succeeded`."""
+        ledger, self._ledger = self._ledger, None
+        if ledger is not None:
+            ledger._release(self.url, time.monotonic() - self._since if succeeded else None)
+
+
+class Ledger:
+    """See the module. One per worker; `start` before use, `close` after the last request."""
+
+    def __init__(
+        self,
+        *,
+        address: RedisAddress,
+        keys: Keys,
+        scripts: dict[str, Script],
+        registry: Registry,
+        worker: str,
+        strategy: str,
+        lease_s: float,
+        timeout_s: float,
+        draws: random.Random | None = None,
+    ) -> None:
+        self.worker = worker
+        self.counts: dict[str, int] = {}
+        self._address = address
+        self._keys = keys
+        self._scripts = scripts
+        self._acquire_script = scripts[f"acquire_{strategy}"]
+        self._policy = POLICIES[strategy]
+        self._registry = registry
+        self._lease_ms = round(lease_s * 1000)
+        self._timeout_s = timeout_s
+        self._draws = draws or random.Random()
+        self._windows: dict[str, deque[float]] = {}
+        self._pipeline: Pipeline | None = None
+        self._generation = 0
+        self._changes = 0
+        self._acquiring = 0
+        self._restate_due = False
+        self._restated: asyncio.Future[None] | None = None
+        self._trouble: str | None = "not connected to Redis yet"
+        self._lost = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+        self._acquire_keys = (
+            keys.unfinished,
+            keys.ledger(worker),
+            keys.sessions,
+            keys.version,
+            keys.latency_mean,
+            keys.explored,
+        )
+
+    def __repr__(self) -> str:
+        state = "shared" if self.trouble is None else "local"
+        return f"<Ledger {self.worker} {state} unfinished={sum(self.counts.values())} nodes={len(self.counts)}>"
+
+    @property
+    def trouble(self) -> str | None:
+        """Why decisions are local for now, in words; None while they are shared."""
+        return self._trouble
+
+    async def start(self) -> None:
+        """Join the deployment, or go on without it if Redis can't be reached; keeps trying by itself."""
+        with contextlib.suppress(StoreUnavailable):
+            await self._join()
+        self._keeper = asyncio.create_task(self._keep(), name="ledger")
+
+    async def close(self) -> None:
+        """Leave: give back what is still counted, forget the worker. Waits at most two timeouts."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        pipeline, self._pipeline = self._pipeline, None
+        self._trouble = "closed"
+        if pipeline is not None:
+            keys = self._keys
+            names = (keys.unfinished, keys.ledger(self.worker), keys.sessions, keys.workers)
+            with contextlib.suppress(StoreUnavailable):
+                await pipeline.call(self._scripts["give_up_worker"].evalsha(names, (self.worker, "1")))
+            pipeline.close()
+
+    # --- acquire ----------------------------------------------------------------------------------
+
+    async def acquire(self, select: Select) -> Ticket:
+        """Choose a node from `select(snapshot)` and count one request on it, in one step.
+
+        Raises whatever `select` raises (no such model, no node); never because of Redis.
+        """
+        for attempt in range(STALE_TRIES):
+            pool = select(self._registry.snapshot)
+            while self._restated is not None:
+                await asyncio.shield(self._restated)
+            if self._pipeline is None:
+                break
+            code, index = await self._acquire_shared(pool, any_version=attempt == STALE_TRIES - 1)
+            if code == Code.DONE:
+                return Ticket(self, pool.urls[index])
+            if code == Code.STALE:
+                try:
+                    await self._registry.refresh()
+                except StoreUnavailable:
+                    break
+            elif code is None:
+                break
+        return self._acquire_locally(select(self._registry.snapshot))
+
+    async def _acquire_shared(self, pool: Pool, *, any_version: bool) -> tuple[Code | None, int]:
+        future: asyncio.Future[tuple[Code | None, int]] = asyncio.get_running_loop().create_future()
+        version = "" if any_version else str(pool.version)
+        draw, second = self._draws.random(), self._draws.random()
+        command = self._acquire_script.evalsha(
+            self._acquire_keys, (self.worker, self._generation, version, repr(draw), repr(second), *pool.arguments)
+        )
+
+        def settle(reply: Reply) -> None:
+            if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT"):
+                # Nothing ran, so sending the whole script instead is no replay. It stays in flight.
+                if self._pipeline is not None:
+                    self._pipeline.submit(("EVAL", self._acquire_script.text, *command[2:]), settle)
+                    return
+                reply = StoreUnavailable("Redis lost the scripts and then the connection")
+            self._acquiring -= 1
+            code, index = self._read_acquired(reply, pool)
+            if code == Code.DONE and future.cancelled():
+                self._release(pool.urls[index], None)
+            elif not future.done():
+                future.set_result((code, index))
+            self._restate_if_due()
+
+        self._acquiring += 1
+        assert self._pipeline is not None
+        self._pipeline.submit(command, settle)
+        return await future
+
+    def _read_acquired(self, reply: Reply, pool: Pool) -> tuple[Code | None, int]:
+        if isinstance(reply, Exception):
+            if not isinstance(reply, StoreUnavailable):
+                self._distrust(f"Redis answered an acquire with: {reply}")
+            return None, 0
+        code, index, version = Code(reply[0]), reply[1] - 1, reply[2]
+        if code == Code.DONE:
+            url = pool.urls[index]
+            self.counts[url] = self.counts.get(url, 0) + 1
+            self._changes += 1
+        elif code == Code.NOT_MEMBER:
+            self._restate_soon()
+        if version != self._registry.snapshot.version:
+            self._registry.refresh_soon()
+        return code, index
+
+    def _acquire_locally(self, pool: Pool) -> Ticket:
+        candidates = [
+            Candidate(speed, self.counts.get(url, 0), self._mean_latency_s(url))
+            for url, speed in zip(pool.urls, pool.speeds, strict=True)
+        ]
+        index, _ = self._policy(candidates, (self._draws.random(), self._draws.random()))
+        url = pool.urls[index]
+        self.counts[url] = self.counts.get(url, 0) + 1
+        self._changes += 1
+        # Redis may have come back since this was decided to be local: then it must hear of it.
+        if self._pipeline is not None:
+            self._restate_soon()
+        return Ticket(self, url)
+
+    def _mean_latency_s(self, url: str) -> float | None:
+        window = self._windows.get(url)
+        return sum(window) / len(window) if window else None
+
+    # --- release ----------------------------------------------------------------------------------
+
+    def _release(self, url: str, latency_s: float | None) -> None:
+        left = self.counts[url] - 1
+        if left:
+            self.counts[url] = left
+        else:
+            del self.counts[url]
+        self._changes += 1
+        if latency_s is not None:
+            self._windows.setdefault(url, deque(maxlen=WINDOW)).append(latency_s)
+        if self._pipeline is None:
+            return
+        keys = self._keys
+        names = (
+            keys.unfinished,
+            keys.ledger(self.worker),
+            keys.sessions,
+            keys.version,
+            keys.nodes,
+            keys.latency(url),
+            keys.latency_mean,
+            keys.explored,
+            keys.last_success,
+        )
+        latency = "" if latency_s is None else repr(latency_s)
+        arguments = (self.worker, self._generation, url, latency, WINDOW)
+        self._pipeline.submit(self._scripts["release"].evalsha(names, arguments), self._released)
+
+    def _released(self, reply: Reply) -> None:
+        if isinstance(reply, StoreUnavailable):
+            return
+        if isinstance(reply, Exception):
+            # NOSCRIPT too: whether it ran matters less than that the restate is right either way.
+            self._distrust(f"Redis answered a release with: {reply}")
+        elif reply[0] != Code.DONE:
+            self._restate_soon()
+        elif reply[1] != self._registry.snapshot.version:
+            self._registry.refresh_soon()
+
+    # --- restate ----------------------------------------------------------------------------------
+
+    def _restate_command(self) -> Sequence[str | bytes | int]:
+        # EVAL, not EVALSHA: this is the step that mends things, so it must not depend on a cache.
+        keys, script = self._keys, self._scripts["restate"]
+        names = (keys.unfinished, keys.ledger(self.worker), keys.sessions, keys.workers, keys.version)
+        entries = [part for item in self.counts.items() for part in item]
+        command = script.evalsha(names, (self.worker, self._generation, self._lease_ms, *entries))
+        return ("EVAL", script.text, *command[2:])
+
+    def _restate_soon(self) -> None:
+        """Restate as soon as no acquire is in flight; acquires that come meanwhile wait for that."""
+        self._restate_due = True
+        if self._restated is None:
+            self._restated = asyncio.get_running_loop().create_future()
+        self._restate_if_due()
+
+    def _restate_if_due(self) -> None:
+        if not self._restate_due or (self._acquiring and self._pipeline is not None):
+            return
+        self._restate_due = False
+        restated, self._restated = self._restated, None
+        if self._pipeline is not None:
+            self._pipeline.submit(self._restate_command(), self._after_restate)
+        if restated is not None and not restated.done():
+            # Sent is enough: whatever an acquire sends now runs after it.
+            restated.set_result(None)
+
+    def _after_restate(self, reply: Reply) -> None:
+        if isinstance(reply, StoreUnavailable):
+            return
+        if isinstance(reply, Exception) or reply[0] != Code.DONE:
+            self._drop(f"Redis did not take the counts: {reply}")
+        elif not reply[2] or reply[1] != self._registry.snapshot.version:
+            # Unknown again in mid-session: Redis lost its data. The registry looks at once.
+            self._registry.refresh_soon()
+
+    def _distrust(self, reason: str) -> None:
+        """An error reply: nobody knows what ran. READONLY and LOADING need another connection."""
+        if "NOSCRIPT" in reason and self._pipeline is not None:
+            self._pipeline.submit(("SCRIPT", "LOAD", self._scripts["release"].text), lambda reply: None)
+            self._restate_soon()
+        else:
+            self._drop(reason)
+
+    # --- the connection ---------------------------------------------------------------------------
+
+    def _drop(self, reason: str) -> None:
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            self._went_local(reason)
+            pipeline.close()
+
+    def _on_lost(self, pipeline: Pipeline, reason: StoreUnavailable) -> None:
+        if self._pipeline is pipeline:
+            self._pipeline = None
+            self._went_local(reason.message)
+
+    def _went_local(self, reason: str) -> None:
+        log.warning("decisions are local now: %s", reason)
+        self._trouble = reason
+        self._lost.set()
+        self._restate_due = False
+        restated, self._restated = self._restated, None
+        if restated is not None and not restated.done():
+            restated.set_result(None)
+
+    async def _join(self) -> None:
+        """One attempt: connect, load the hot scripts, restate; then decisions are shared again."""
+        holder: list[Pipeline] = []
+
+        def lost(reason: StoreUnavailable) -> None:
+            if holder:
+                self._on_lost(holder[0], reason)
+
+        pipeline = await Pipeline.open(self._address, timeout_s=self._timeout_s, on_lost=lost)
+        holder.append(pipeline)
+        try:
+            for script in (self._acquire_script, self._scripts["release"]):
+                await pipeline.call(("SCRIPT", "LOAD", script.text))
+            # Wall-clock ms, so that a worker restarted under the same id is never behind itself.
+            self._generation = max(self._generation + 1, time.time_ns() // 1_000_000)
+            changes = self._changes
+            reply = await pipeline.call(self._restate_command())
+            if reply[0] != Code.DONE:
+                raise StoreUnavailable("a newer connection of this worker has spoken")
+        except BaseException as e:
+            pipeline.close()
+            self._trouble = e.message if isinstance(e, StoreUnavailable) else self._trouble
+            raise
+        # From here to the end of the turn nothing else runs: what changed while the restate was
+        # under way is stated again before any acquire can follow it.
+        self._pipeline, self._trouble = pipeline, None
+        self._lost.clear()
+        if changes != self._changes:
+            self._restate_soon()
+        self._registry.refresh_soon()
+        log.info("decisions are shared: joined as %s", self.worker)
+
+    async def _keep(self) -> None:
+        """Renew the lease each second; join again, with growing pauses, when the connection is gone."""
+        pause_s = BACKOFF_S[0]
+        while True:
+            if self._pipeline is None:
+                try:
+                    await self._join()
+                    pause_s = BACKOFF_S[0]
+                except StoreUnavailable as e:
+                    self._trouble = e.message
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(pause_s * 2, BACKOFF_S[1])
+                continue
+            self._restate_soon()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RENEW_S):
+                    await self._lost.wait()

@@ -1,0 +1,406 @@
+"""The node registry: read as snapshots, changed through scripts, restored when Redis loses it.
+
+Owns the management connection (the client library's pool, never the hot one) and the pub/sub
+listener. It must not know HTTP. Keys: nodes, node:*, engine_keys, version, restored_from, events;
+reads unfinished and latency:* for the status.
+
+A snapshot is good for one registry version. Every hot-path reply carries the current one, so a
+worker that is behind learns it from its next request; the pub/sub event only makes idle workers
+prompt. A version *below* the snapshot's means that Redis lost its data or went back to an older
+copy: then the worker's snapshot is the better truth and is written back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgpack
+import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError
+
+from app.errors import StoreUnavailable
+from app.nodes import Node, Role, State
+from app.store.keys import Keys
+from app.store.scripts import Argument, Code, Script
+from app.store.snapshot import Snapshot
+
+log = logging.getLogger("evenhand.store")
+
+READ_TRIES = 5
+"""How often a read follows a registry that changes under it."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """A node with its shared counts, as Redis has them now. `latency_s`: newest first."""
+
+    node: Node
+    unfinished: int
+    latency_s: list[float]
+
+
+def node_to_fields(node: Node) -> dict[str, str]:
+    """The fields of HASH node:<url>, readable with redis-cli."""
+    return {
+        "role": str(int(node.role)),
+        "role_name": node.role.name,
+        "models": json.dumps(list(node.models), ensure_ascii=False),
+        "speed": "" if node.speed is None else repr(node.speed),
+        "state": node.state.value,
+        "reason": node.reason,
+        "static": "1" if node.static else "0",
+        "asked": "1" if node.asked else "0",
+        "order": str(node.order),
+        "incarnation": str(node.incarnation),
+        "registered_at_ms": str(node.registered_at_ms),
+        "state_since_ms": str(node.state_since_ms),
+        "drain_until_ms": str(node.drain_until_ms),
+    }
+
+
+def node_from_fields(url: str, fields: Mapping[str, str]) -> Node | None:
+    """The node in HASH node:<url>; None where the hash is missing or damaged."""
+    try:
+        return Node(
+            url=url,
+            role=Role(int(fields["role"])),
+            models=tuple(json.loads(fields["models"])),
+            speed=float(fields["speed"]) if fields.get("speed") else None,
+            state=State(fields["state"]),
+            static=fields.get("static") == "1",
+            asked=fields.get("asked") == "1",
+            order=int(fields["order"]),
+            incarnation=int(fields["incarnation"]),
+            registered_at_ms=int(fields.get("registered_at_ms", 0)),
+            state_since_ms=int(fields.get("state_since_ms", 0)),
+            drain_until_ms=int(fields.get("drain_until_ms", 0)),
+            reason=fields.get("reason", ""),
+        )
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+class Registry:
+    """See the module. `snapshot` is the last known state and never waits."""
+
+    def __init__(
+        self, *, redis_url: str, keys: Keys, scripts: dict[str, Script], worker: str, timeout_s: float
+    ) -> None:
+        self.snapshot = Snapshot()
+        self.on_change: list[Callable[[], None]] = []
+        self._keys = keys
+        self._scripts = scripts
+        self._worker = worker
+        self.redis = aioredis.Redis.from_url(
+            redis_url,
+            decode_responses=True,
+            socket_timeout=timeout_s * 2,
+            socket_connect_timeout=timeout_s * 2,
+            retry=Retry(NoBackoff(), 0),
+            max_connections=32,
+        )
+        self._events = aioredis.Redis.from_url(redis_url, socket_connect_timeout=timeout_s * 2)
+        self._refused: set[str] = set()
+        self._refreshing: asyncio.Task[None] | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<Registry {self.snapshot!r}>"
+
+    async def start(self) -> None:
+        """Read the registry if Redis answers, and listen for changes from now on."""
+        with contextlib.suppress(StoreUnavailable):
+            await self.refresh()
+        self._listener = asyncio.create_task(self._listen(), name="registry-events")
+
+    async def close(self) -> None:
+        for task in (self._listener, self._refreshing, *self._background):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        for client in (self.redis, self._events):
+            with contextlib.suppress(RedisError, OSError):
+                await client.aclose()
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    async def refresh(self) -> None:
+        """Read the registry if its version is another than the snapshot's. Raises StoreUnavailable."""
+        if self._refreshing is None:
+            self._refreshing = asyncio.create_task(self._refresh(), name="registry-refresh")
+            self._refreshing.add_done_callback(self._refreshed)
+        await asyncio.shield(self._refreshing)
+
+    def refresh_soon(self) -> None:
+        """The same in the background; a failure is tried again when the next reply shows the version."""
+        if self._refreshing is None:
+            self._refreshing = asyncio.create_task(self._refresh(), name="registry-refresh")
+            self._refreshing.add_done_callback(self._refreshed)
+
+    def _refreshed(self, task: asyncio.Task[None]) -> None:
+        self._refreshing = None
+        if not task.cancelled() and task.exception() is not None:
+            log.debug("the registry could not be read: %s", task.exception())
+
+    async def _refresh(self) -> None:
+        for _ in range(READ_TRIES):
+            version, nodes, damaged, engine_keys = await self._read()
+            if version < self.snapshot.version:
+                await self._restore(repair=False)
+            elif version == self.snapshot.version and not damaged:
+                return
+            elif damaged and version == self.snapshot.version:
+                await self._restore(repair=True)
+            else:
+                self._adopt(Snapshot(version, nodes, engine_keys))
+                return
+
+    async def verify(self) -> None:
+        """Repair what somebody deleted or edited behind the version's back. Raises StoreUnavailable."""
+        version, nodes, damaged, engine_keys = await self._read()
+        mine = self.snapshot
+        if version != mine.version:
+            await self.refresh()
+        elif damaged or nodes != mine.nodes or engine_keys != mine.engine_keys:
+            if self.snapshot is mine:
+                log.warning("the registry was damaged; it is written back as it was")
+                await self._restore(repair=True)
+
+    def _adopt(self, snapshot: Snapshot) -> None:
+        # A slow read must not undo a newer one.
+        if snapshot.version >= self.snapshot.version:
+            self.snapshot = snapshot
+            for tell in self.on_change:
+                tell()
+
+    async def _read(self) -> tuple[int, dict[str, Node], bool, dict[str, str]]:
+        """(version, nodes, whether one is damaged, engine keys), all of one version."""
+        keys = self._keys
+
+        async def read() -> tuple[int, dict[str, Node], bool, dict[str, str]]:
+            for _ in range(READ_TRIES):
+                async with self.redis.pipeline(transaction=True) as pipe:
+                    pipe.get(keys.version)
+                    pipe.smembers(keys.nodes)
+                    version, urls = await pipe.execute()
+                async with self.redis.pipeline(transaction=True) as pipe:
+                    pipe.get(keys.version)
+                    pipe.hgetall(keys.engine_keys)
+                    for url in urls:
+                        pipe.hgetall(keys.node(url))
+                    again, engine_keys, *hashes = await pipe.execute()
+                if again == version:
+                    found = {url: node_from_fields(url, fields) for url, fields in zip(urls, hashes, strict=True)}
+                    nodes = {url: node for url, node in found.items() if node is not None}
+                    return int(version or 0), nodes, len(nodes) != len(found), engine_keys
+            raise StoreUnavailable("the registry changes faster than it can be read")
+
+        return await self._guard(read)
+
+    async def status(self) -> dict[str, NodeStatus]:
+        """Every node, gone ones too, with its shared counts now. Raises StoreUnavailable."""
+        keys = self._keys
+        await self.refresh()
+        nodes = self.snapshot.nodes
+
+        async def read() -> dict[str, NodeStatus]:
+            async with self.redis.pipeline(transaction=False) as pipe:
+                pipe.hgetall(keys.unfinished)
+                for url in nodes:
+                    pipe.lrange(keys.latency(url), 0, -1)
+                counts, *windows = await pipe.execute()
+            return {
+                url: NodeStatus(node, int(counts.get(url, 0)), [float(latency) for latency in window])
+                for (url, node), window in zip(nodes.items(), windows, strict=True)
+            }
+
+        return await self._guard(read)
+
+    # --- changing ---------------------------------------------------------------------------------
+
+    async def add(
+        self,
+        url: str,
+        *,
+        role: Role,
+        models: tuple[str, ...],
+        speed: float | None,
+        key: str | None,
+        asked: bool = False,
+        static: bool = False,
+    ) -> None:
+        """Register or update a node; pending until its next good probe. Raises StoreUnavailable."""
+        node = Node(url, role=role, models=models, speed=speed, asked=asked, static=static)
+        fields = node_to_fields(node)
+        for given_by_script in ("order", "incarnation", "registered_at_ms", "state_since_ms"):
+            del fields[given_by_script]
+        keys = self._keys
+        names = (keys.nodes, keys.node(url), keys.version, keys.restored_from, keys.engine_keys)
+        await self._change("add", url, "add_node", names, [url, key or "", *_flat(fields)])
+
+    async def remove(self, url: str, *, when: str = "now") -> bool:
+        """Take a node out; `when` as in remove_node.lua. Returns whether it was taken out."""
+        keys = self._keys
+        names = (
+            keys.nodes,
+            keys.node(url),
+            keys.version,
+            keys.restored_from,
+            keys.engine_keys,
+            keys.latency(url),
+            keys.latency_mean,
+            keys.explored,
+            keys.last_success,
+            keys.unfinished,
+        )
+        return await self._change("remove", url, "remove_node", names, [url, when]) == Code.DONE
+
+    async def drain(self, url: str, timeout_s: float) -> bool:
+        """No new requests for the node; removed when the last has ended or after `timeout_s`."""
+        code = await self._set_state(url, State.DRAINING, drain_ms=round(timeout_s * 1000))
+        return code in (Code.DONE, Code.UNCHANGED)
+
+    async def set_state(
+        self, node: Node, state: State, *, reason: str = "", models: tuple[str, ...] | None = None
+    ) -> bool:
+        """What a probe found of this incarnation of `node`. Returns whether it still holds."""
+        fields = {"reason": reason}
+        if models is not None:
+            fields["models"] = json.dumps(list(models), ensure_ascii=False)
+        code = await self._set_state(node.url, state, incarnation=str(node.incarnation), fields=fields)
+        return code in (Code.DONE, Code.UNCHANGED)
+
+    def refused(self, url: str) -> None:
+        """Real traffic was refused: proof that nobody listens there. Says so in the background."""
+        node = self.snapshot.nodes.get(url)
+        if node is None or node.state != State.READY or url in self._refused:
+            return
+        self._refused.add(url)
+
+        async def take_down() -> None:
+            try:
+                with contextlib.suppress(StoreUnavailable):
+                    await self.set_state(node, State.DOWN, reason="connection refused")
+            finally:
+                self._refused.discard(url)
+
+        self._run_in_background(take_down())
+
+    async def _set_state(
+        self,
+        url: str,
+        state: State,
+        *,
+        incarnation: str = "",
+        drain_ms: int | None = None,
+        fields: Mapping[str, str] | None = None,
+    ) -> Code:
+        keys = self._keys
+        names = (keys.nodes, keys.node(url), keys.version, keys.restored_from)
+        arguments = [url, incarnation, state.value, "" if drain_ms is None else str(drain_ms), *_flat(fields or {})]
+        return await self._change("state", url, "set_node_state", names, arguments)
+
+    async def _change(
+        self, change: str, url: str, script: str, names: tuple[str, ...], arguments: list[Argument]
+    ) -> Code:
+        # First restore what was lost: a change made to an emptied registry would count as newer.
+        await self.refresh()
+        code, version = await self._guard(lambda: self.run(script, names, arguments))
+        if version != self.snapshot.version:
+            await self.refresh()
+        if code in (Code.DONE, Code.UPDATED):
+            self._tell(change, url, version)
+        return Code(code)
+
+    async def _restore(self, *, repair: bool) -> None:
+        snapshot, keys = self.snapshot, self._keys
+
+        async def write() -> None:
+            there = [str(url) for url in await self.redis.smembers(keys.nodes)]
+            extra = [url for url in there if url not in snapshot.nodes]
+            urls = [*snapshot.nodes, *extra]
+            names = [keys.nodes, keys.version, keys.restored_from, keys.engine_keys, *map(keys.node, urls)]
+            arguments: list[Argument] = [snapshot.version, "1" if repair else "0", len(snapshot.nodes)]
+            for url, node in snapshot.nodes.items():
+                fields = _flat(node_to_fields(node))
+                arguments += [url, snapshot.engine_keys.get(url, ""), len(fields) // 2, *fields]
+            code, version = await self.run("restore_registry", names, [*arguments, *extra])
+            if code == Code.DONE:
+                log.warning("Redis had lost the registry: %d nodes are written back", len(snapshot.nodes))
+                self._adopt(Snapshot(version, snapshot.nodes, snapshot.engine_keys))
+                self._tell("restore", "", version)
+            elif not repair:
+                # Somebody was faster with a snapshot that is as new: take theirs.
+                self.snapshot = replace_version(snapshot, -1)
+
+        await self._guard(write)
+
+    # --- the wire ---------------------------------------------------------------------------------
+
+    async def run(self, name: str, names: tuple[str, ...] | list[str], arguments: list[Argument]) -> Any:
+        """Run one script over the management connection. Raises RedisError."""
+        script = self._scripts[name]
+        command = script.evalsha(names, arguments)
+        execute: Callable[..., Awaitable[Any]] = self.redis.execute_command
+        try:
+            return await execute(*command)
+        except NoScriptError:
+            return await execute("EVAL", script.text, *command[2:])
+
+    async def _guard(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Map the client library's errors to StoreUnavailable."""
+        try:
+            return await call()
+        except (RedisError, OSError, TimeoutError) as e:
+            raise StoreUnavailable(f"Redis can't be used: {e or type(e).__name__}") from e
+
+    def _tell(self, change: str, url: str, version: int) -> None:
+        event = {"change": change, "url": url, "version": version, "worker": self._worker}
+
+        async def publish() -> None:
+            with contextlib.suppress(RedisError, OSError):
+                await self.redis.publish(self._keys.events, msgpack.packb(event))
+
+        self._run_in_background(publish())
+
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name="registry-background")
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _listen(self) -> None:
+        """Follow the events for ever; their loss costs promptness only, never correctness."""
+        while True:
+            pubsub = self._events.pubsub(ignore_subscribe_messages=True)
+            try:
+                await pubsub.subscribe(self._keys.events)
+                self.refresh_soon()
+                while True:
+                    message = await pubsub.get_message(timeout=30)
+                    if message is not None:
+                        self.refresh_soon()
+            except (RedisError, OSError, TimeoutError):
+                await asyncio.sleep(0.5)
+            finally:
+                with contextlib.suppress(RedisError, OSError):
+                    await pubsub.aclose()  # type: ignore[no-untyped-call]
+
+
+def replace_version(snapshot: Snapshot, version: int) -> Snapshot:
+    """The same nodes under another version: -1 makes the next refresh take whatever Redis has."""
+    return Snapshot(version, snapshot.nodes, snapshot.engine_keys)
+
+
+def _flat(fields: Mapping[str, str]) -> list[Argument]:
+    return [part for item in fields.items() for part in item]

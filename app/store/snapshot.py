@@ -1,0 +1,93 @@
+"""The registry as one worker last read it: immutable, indexed for the hot path.
+
+Pure: it must not know Redis. What a model's candidates are, and what speed a node without one
+counts as, is decided here once per registry version and not once per request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from app.errors import ModelNotFound, NoNodeAvailable
+from app.nodes import Node, Role, State
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The candidates for one model and role: `urls[i]` has the effective speed `speeds[i]`.
+
+    `arguments` is the same as acquire.lua takes it: url, speed, url, speed, ...
+    """
+
+    version: int
+    urls: tuple[str, ...]
+    speeds: tuple[float, ...]
+    arguments: tuple[str, ...] = field(repr=False)
+
+
+def effective_speeds(nodes: Iterable[Node]) -> tuple[float, ...]:
+    """Each node's speed; one without counts as the average of those that have one, 1 if none has.
+
+    Source: lmdeploy/serve/proxy/proxy.py, `get_matched_urls`.
+    """
+    speeds = [node.speed for node in nodes]
+    given = [speed for speed in speeds if speed is not None]
+    default = sum(given) / len(given) if given else 1.0
+    return tuple(default if speed is None else speed for speed in speeds)
+
+
+class Snapshot:
+    """All nodes at one registry version. `engine_keys` (url -> key) never enters repr."""
+
+    def __init__(
+        self, version: int = 0, nodes: Mapping[str, Node] | None = None, engine_keys: Mapping[str, str] | None = None
+    ) -> None:
+        self.version = version
+        self.nodes: Mapping[str, Node] = dict(sorted((nodes or {}).items(), key=lambda item: (item[1].order, item[0])))
+        self.engine_keys: Mapping[str, str] = dict(engine_keys or {})
+        self._pools: dict[tuple[str, Role], Pool] = {}
+
+    def __repr__(self) -> str:
+        return f"<Snapshot version={self.version} nodes={len(self.nodes)}>"
+
+    def models(self) -> list[str]:
+        """Every model of every node that is not gone, each once, in the order of registration."""
+        return list(
+            dict.fromkeys(model for node in self.nodes.values() if node.state != State.GONE for model in node.models)
+        )
+
+    def knows(self, model: str) -> bool:
+        """Whether any node, a gone one too, has the model."""
+        return any(model in node.models for node in self.nodes.values())
+
+    def pool(self, model: str, role: Role) -> Pool:
+        """The candidates: ready nodes, else pending ones as a last resort.
+
+        Raises:
+            ModelNotFound: no node has the model, though there are nodes.
+            NoNodeAvailable: no node at all, or none alive for this model.
+        """
+        pool = self._pools.get((model, role))
+        if pool is None:
+            pool = self._pools[model, role] = self._make_pool(model, role)
+        return pool
+
+    def _make_pool(self, model: str, role: Role) -> Pool:
+        # Failures are not cached: client-given names must not fill a dictionary.
+        if not self.nodes:
+            raise NoNodeAvailable("no node is registered")
+        if not self.knows(model):
+            raise ModelNotFound(f"The model {model[:200]!r} does not exist.", param="model")
+        having = [node for node in self.nodes.values() if node.role == role and model in node.models]
+        if not having:
+            raise NoNodeAvailable(f"no {role.name} node has the model {model!r}")
+        for state in (State.READY, State.PENDING):
+            chosen = [node for node in having if node.state == state]
+            if chosen:
+                speeds = effective_speeds(chosen)
+                arguments = tuple(
+                    text for node, speed in zip(chosen, speeds, strict=True) for text in (node.url, repr(speed))
+                )
+                return Pool(self.version, tuple(node.url for node in chosen), speeds, arguments)
+        raise NoNodeAvailable(f"no node with the model {model!r} is alive")

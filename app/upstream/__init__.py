@@ -1,0 +1,1 @@
+"""HTTP towards engines, and nothing else: knows no Redis and no Starlette."""

@@ -1,0 +1,63 @@
+-- acquire: choose a node by the policy above and count one request on it.
+--
+-- A frame: app/store/scripts.py puts one file of lua/policies/ before it and names the result
+-- acquire_<policy>. So each policy stands once, and the counting stands once.
+--
+-- KEYS[1]  unfinished         HASH   url -> total over all workers
+-- KEYS[2]  unfinished:<w>     HASH   url -> this worker's share, its ledger
+-- KEYS[3]  sessions           HASH   worker -> generation of its connection
+-- KEYS[4]  version            STRING registry version
+-- KEYS[5]  latency_mean       HASH   url -> mean of the latency window, seconds
+-- KEYS[6]  explored           HASH   url -> explorations since its last success
+-- ARGV[1]  worker             id
+-- ARGV[2]  generation         of the connection this call came over
+-- ARGV[3]  version            of the snapshot the candidates come from; '' = whatever it is now
+-- ARGV[4]  draw               number in [0, 1): ties, weighted choice
+-- ARGV[5]  draw               number in [0, 1): whether to explore
+-- ARGV[6+] url, speed         per candidate, at least one
+-- RETURN   {code, index, version}  code: 0 taken (index: candidate, from 1), 1 not a member
+--          (restate first), 2 snapshot is not current (refresh first)
+-- COST     O(candidates)      CALLER app/store/ledger.py
+local unfinished, ledger, sessions, version_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local latency_mean, explored = KEYS[5], KEYS[6]
+local worker, generation, version = ARGV[1], ARGV[2], ARGV[3]
+local draws = { tonumber(ARGV[4]), tonumber(ARGV[5]) }
+local FIRST = 6
+
+local current = redis.call('GET', version_key) or '0'
+if redis.call('HGET', sessions, worker) ~= generation then
+    return { 1, 0, tonumber(current) }
+end
+if version ~= '' and version ~= current then
+    return { 2, 0, tonumber(current) }
+end
+
+local urls, nodes = {}, {}
+for i = FIRST, #ARGV, 2 do
+    urls[#urls + 1] = ARGV[i]
+    nodes[#nodes + 1] = { speed = tonumber(ARGV[i + 1]) }
+end
+-- 500 at a time: unpack() has a limit of its own, and a fleet may be larger than it.
+for first = 1, #urls, 500 do
+    local last = math.min(first + 499, #urls)
+    local counts = redis.call('HMGET', unfinished, unpack(urls, first, last))
+    local means, tries
+    if READS_LATENCY then
+        means = redis.call('HMGET', latency_mean, unpack(urls, first, last))
+        tries = redis.call('HMGET', explored, unpack(urls, first, last))
+    end
+    for i = first, last do
+        local node = nodes[i]
+        node.unfinished = tonumber(counts[i - first + 1] or 0)
+        node.mean = means and tonumber(means[i - first + 1] or nil)
+        node.explored = tries and tonumber(tries[i - first + 1] or 0)
+    end
+end
+
+local index, exploring = choose(nodes, draws)
+redis.call('HINCRBY', unfinished, urls[index], 1)
+redis.call('HINCRBY', ledger, urls[index], 1)
+if exploring then
+    redis.call('HINCRBY', explored, urls[index], 1)
+end
+return { 0, index, tonumber(current) }

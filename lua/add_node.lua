@@ -1,0 +1,41 @@
+-- add_node: register a node or update its registration; running counts are never touched, and a node
+-- that was named statically stays so when its engine registers itself.
+--
+-- KEYS[1]  nodes              SET    node URLs
+-- KEYS[2]  node:<url>         HASH   what is known of the node
+-- KEYS[3]  version            STRING registry version
+-- KEYS[4]  restored_from      STRING version of the snapshot the registry was last restored from
+-- KEYS[5]  engine_keys        HASH   url -> the key sent to that engine
+-- ARGV[1]  url                node
+-- ARGV[2]  key                of the engine; '' leaves what is there (engines register without one)
+-- ARGV[3+] field, value       what the registration says
+-- RETURN   {code, version}    code: 0 new, 9 updated
+-- COST     O(fields)          CALLER app/store/registry.py
+local nodes, node, version_key, restored_from, engine_keys = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local url, key = ARGV[1], ARGV[2]
+
+local now = redis.call('TIME')
+local now_ms = string.format('%.0f', now[1] * 1000 + math.floor(now[2] / 1000))
+local version = redis.call('INCR', version_key)
+redis.call('DEL', restored_from)
+local known = redis.call('SADD', nodes, url) == 0 and redis.call('EXISTS', node) == 1
+
+local order, first_at_ms = version, now_ms
+if known then
+    order = redis.call('HGET', node, 'order') or order
+    first_at_ms = redis.call('HGET', node, 'registered_at_ms') or first_at_ms
+end
+local static = redis.call('HGET', node, 'static') == '1'
+redis.call('DEL', node)
+redis.call('HSET', node, 'order', order, 'registered_at_ms', first_at_ms, 'state_since_ms', now_ms,
+    'incarnation', version)
+for i = 3, #ARGV, 2 do
+    redis.call('HSET', node, ARGV[i], ARGV[i + 1])
+end
+if static then
+    redis.call('HSET', node, 'static', '1')
+end
+if key ~= '' then
+    redis.call('HSET', engine_keys, url, key)
+end
+return { known and 9 or 0, version }

@@ -1,0 +1,54 @@
+-- restate: replace a worker's ledger by the numbers it gives, correct the totals by the difference,
+-- and renew its lease. Joining, renewing and healing are all this one step.
+--
+-- A worker never replays what may have run; it says what is true. So this is right after a lost
+-- reply, a FLUSHALL, a failover to an older replica and an expired lease alike.
+--
+-- KEYS[1]  unfinished         HASH   url -> total over all workers
+-- KEYS[2]  unfinished:<w>     HASH   url -> this worker's share, its ledger
+-- KEYS[3]  sessions           HASH   worker -> generation of its connection
+-- KEYS[4]  workers            ZSET   worker -> lease expiry, ms, Redis's clock
+-- KEYS[5]  version            STRING registry version
+-- ARGV[1]  worker             id
+-- ARGV[2]  generation         of the connection this call came over; each new one is larger
+-- ARGV[3]  lease              ms
+-- ARGV[4+] url, count         the whole ledger, counts > 0
+-- RETURN   {code, version, known}  code: 0 stated, 4 superseded (a newer connection has spoken);
+--          known: 1 where this generation was registered before, else 0
+-- COST     O(ledger)          CALLER app/store/ledger.py
+local unfinished, ledger, sessions, workers, version_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local worker, generation, lease_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
+
+local version = tonumber(redis.call('GET', version_key) or '0')
+local registered = redis.call('HGET', sessions, worker)
+if registered and tonumber(registered) > tonumber(generation) then
+    return { 4, version, 0 }
+end
+
+local stated = {}
+for i = 4, #ARGV, 2 do
+    stated[ARGV[i]] = tonumber(ARGV[i + 1])
+end
+local correct_by = {}
+local recorded = redis.call('HGETALL', ledger)
+for i = 1, #recorded, 2 do
+    correct_by[recorded[i]] = -tonumber(recorded[i + 1])
+end
+for url, count in pairs(stated) do
+    correct_by[url] = (correct_by[url] or 0) + count
+end
+redis.call('DEL', ledger)
+for url, count in pairs(stated) do
+    redis.call('HSET', ledger, url, count)
+end
+for url, difference in pairs(correct_by) do
+    if difference ~= 0 and redis.call('HINCRBY', unfinished, url, difference) <= 0 then
+        redis.call('HDEL', unfinished, url)
+    end
+end
+
+local now = redis.call('TIME')
+local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
+redis.call('ZADD', workers, string.format('%.0f', now_ms + lease_ms), worker)
+redis.call('HSET', sessions, worker, generation)
+return { 0, version, registered == generation and 1 or 0 }

@@ -1,0 +1,55 @@
+-- restore_registry: write a worker's last known registry back after Redis lost it, or fell back to
+-- an older copy. The newest snapshot wins, in whatever order the workers come.
+--
+-- KEYS[1]  nodes              SET    node URLs
+-- KEYS[2]  version            STRING registry version
+-- KEYS[3]  restored_from      STRING version of the snapshot the registry was last restored from
+-- KEYS[4]  engine_keys        HASH   url -> the key sent to that engine
+-- KEYS[5+] node:<url>         HASH   what is known of a node; first those of the snapshot, then
+--                             those that stand in `nodes` now and are not in the snapshot
+-- ARGV[1]  version            of the snapshot
+-- ARGV[2]  repair             '1': the version is right but keys are missing or damaged
+-- ARGV[3]  count              nodes in the snapshot
+-- ARGV[4+] url, key, n, then n times field, value   per node of the snapshot; after the last one
+--                             the URLs that go with the remaining KEYS
+-- RETURN   {code, version}    code: 0 restored, 8 what is there is as new or newer
+-- COST     O(nodes)           CALLER app/store/registry.py
+local nodes, version_key, restored_from, engine_keys = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local snapshot_version, repair, count = tonumber(ARGV[1]), ARGV[2] == '1', tonumber(ARGV[3])
+local FIRST_NODE = 5
+
+local version = tonumber(redis.call('GET', version_key) or '0')
+local from = tonumber(redis.call('GET', restored_from) or '-1')
+-- After a restoration the version has moved past the snapshot it came from, so what counts against
+-- another worker's snapshot is where it came from, not what it is now.
+local newer = snapshot_version > version or (from >= 0 and snapshot_version > from)
+if not newer and not (repair and snapshot_version == version) then
+    return { 8, version }
+end
+local at = 4
+for i = 1, count do
+    local url, key, n = ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2])
+    local node = KEYS[FIRST_NODE + i - 1]
+    at = at + 3
+    redis.call('SADD', nodes, url)
+    redis.call('DEL', node)
+    for j = at, at + 2 * n - 1, 2 do
+        redis.call('HSET', node, ARGV[j], ARGV[j + 1])
+    end
+    at = at + 2 * n
+    if key ~= '' then
+        redis.call('HSET', engine_keys, url, key)
+    end
+end
+for i = FIRST_NODE + count, #KEYS do
+    redis.call('SREM', nodes, ARGV[at])
+    redis.call('HDEL', engine_keys, ARGV[at])
+    redis.call('DEL', KEYS[i])
+    at = at + 1
+end
+if not repair then
+    redis.call('SET', restored_from, snapshot_version)
+end
+version = math.max(version, snapshot_version) + 1
+redis.call('SET', version_key, version)
+return { 0, version }

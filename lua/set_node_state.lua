@@ -1,0 +1,50 @@
+-- set_node_state: say that a node is ready, down, draining, ..., unless it was registered anew since.
+--
+-- KEYS[1]  nodes              SET    node URLs
+-- KEYS[2]  node:<url>         HASH   what is known of the node
+-- KEYS[3]  version            STRING registry version
+-- KEYS[4]  restored_from      STRING version of the snapshot the registry was last restored from
+-- ARGV[1]  url                node
+-- ARGV[2]  incarnation        the registration that was looked at; '' = whichever it is now
+-- ARGV[3]  state              the new one
+-- ARGV[4]  drain              ms from now that running requests get; '' where it does not drain
+-- ARGV[5+] field, value       more to set in the same step (models, reason)
+-- RETURN   {code, version}    code: 0 set, 6 was not there, 7 another incarnation, or draining (which
+--                             only a new registration or a removal ends), 8 nothing to change
+-- COST     O(fields)          CALLER app/store/registry.py
+local nodes, node, version_key, restored_from = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local url, incarnation, state, drain = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+
+local version = tonumber(redis.call('GET', version_key) or '0')
+if redis.call('SISMEMBER', nodes, url) == 0 then
+    return { 6, version }
+end
+local before = redis.call('HGET', node, 'state')
+if incarnation ~= '' and redis.call('HGET', node, 'incarnation') ~= incarnation then
+    return { 7, version }
+end
+if before == 'draining' and state ~= 'draining' then
+    return { 7, version }
+end
+local now = redis.call('TIME')
+local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
+local changed = false
+if before ~= state then
+    redis.call('HSET', node, 'state', state, 'state_since_ms', string.format('%.0f', now_ms))
+    changed = true
+end
+if drain ~= '' then
+    redis.call('HSET', node, 'drain_until_ms', string.format('%.0f', now_ms + tonumber(drain)))
+    changed = true
+end
+for i = 5, #ARGV, 2 do
+    if redis.call('HGET', node, ARGV[i]) ~= ARGV[i + 1] then
+        redis.call('HSET', node, ARGV[i], ARGV[i + 1])
+        changed = true
+    end
+end
+if not changed then
+    return { 8, version }
+end
+redis.call('DEL', restored_from)
+return { 0, redis.call('INCR', version_key) }

@@ -1,0 +1,1 @@
+"""The processes: what runs beside or around the application, and the simulated engine."""

@@ -1,0 +1,162 @@
+"""`evenhand engine`: a simulated engine for trying a deployment out, for demonstrations and measurements.
+
+Owns the command's options and the life of the process: listen, say where, register at the proxy the way
+LMDeploy's api_server does, end on a signal. The server is `engine_server`, one connection `engine_http`,
+what it says `engine_answers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import signal
+import sys
+
+import aiohttp
+
+from app.nodes import Role, parse_role
+from workers.engine_answers import Knobs
+from workers.engine_server import Engine
+
+REGISTER_TIMEOUT_S = 10.0
+BACKOFF_S = (0.2, 5.0)  # first and longest pause between two tries to register
+GRACE_S = 3.0  # running answers may go on for so long after a signal; a second signal ends them
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=_port, default=0, help="port to listen on; 0, the default: any free one")
+    parser.add_argument("--model", nargs="+", default=["sim"], help="names of the models served (default: sim)")
+    parser.add_argument("--ttft-s", type=_seconds, default=0.05, help="to the first chunk, s (default: %(default)s)")
+    parser.add_argument("--gap-s", type=_seconds, default=0.02, help="between chunks, s (default: %(default)s)")
+    parser.add_argument("--chunks", type=_count, default=16, help="chunks of an answer, at most (default: %(default)s)")
+    parser.add_argument("--text", default="token", help="what the chunks say (default: %(default)s)")
+    parser.add_argument("--key", default="", help="ask for this key on every path")
+    parser.add_argument("--proxy-url", help="register at this distributor, such as http://127.0.0.1:8000")
+    parser.add_argument("--url", help="the address to register, where others reach it by another than --host")
+    parser.add_argument("--role", type=_role, default=Role.Hybrid, help="Hybrid, Prefill, Decode, Encode or 1 to 4")
+    parser.add_argument("--speed", type=_speed, help="the node's speed, any unit, the same for all nodes")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM, SIGINT or `GET /terminate`; the exit code."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(_serve(args))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(args))
+
+
+async def _serve(args: argparse.Namespace) -> int:
+    told_to_end = asyncio.Event()
+    told_again = asyncio.Event()
+
+    def end() -> None:
+        (told_again if told_to_end.is_set() else told_to_end).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+
+    knobs = Knobs(
+        models=tuple(args.model),
+        ttft_s=args.ttft_s,
+        gap_s=args.gap_s,
+        chunks=args.chunks,
+        text=args.text,
+        key=args.key,
+    )
+    try:
+        engine = Engine(knobs, host=args.host, port=args.port, keep_records=False, on_terminate=end)
+        await engine.start()
+    except OSError as e:
+        print(f"evenhand engine: can't listen on {args.host}:{args.port}: {e.strerror or e}", file=sys.stderr)
+        return 1
+    print(f"simulated engine at {engine.url}", flush=True)
+
+    registration = asyncio.create_task(_register(args, engine)) if args.proxy_url else None
+    await told_to_end.wait()
+    if registration is not None:
+        registration.cancel()
+        await asyncio.gather(registration, return_exceptions=True)
+    await engine.stop_listening()
+    deadline_s = loop.time() + GRACE_S
+    while engine.stats.in_flight and not told_again.is_set() and loop.time() < deadline_s:
+        await asyncio.sleep(0.02)
+    await engine.close()
+    return 0
+
+
+async def _register(args: argparse.Namespace, engine: Engine) -> None:
+    """Post once what LMDeploy's api_server posts when it starts; try again only while nothing answers.
+
+    Source: lmdeploy/serve/openai/api_server.py, `startup_event`: no key, {url, status: {models, role}}.
+    `speed` is of the same Status object; api_server itself never sends it.
+    """
+    status: dict[str, object] = {"models": list(args.model), "role": int(args.role)}
+    if args.speed is not None:
+        status["speed"] = args.speed
+    url = args.url or engine.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    target = args.proxy_url.rstrip("/") + "/nodes/add"
+    timeout = aiohttp.ClientTimeout(total=REGISTER_TIMEOUT_S)
+    pause_s, longest_s = BACKOFF_S
+    async with aiohttp.ClientSession(timeout=timeout, headers={"accept": "application/json"}) as session:
+        while True:
+            try:
+                async with session.post(target, json={"url": url, "status": status}) as answer:
+                    if answer.status == 200:
+                        return
+                    text = (await answer.text())[:300]
+                    if answer.status < 500:
+                        print(f"evenhand engine: {target} refused it: {answer.status} {text}", file=sys.stderr)
+                        return
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                pass
+            except ValueError as e:  # no URL at all: trying again can't help
+                print(f"evenhand engine: can't register at {target}: {e}", file=sys.stderr)
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, longest_s)
+
+
+def _port(text: str) -> int:
+    if text.isdecimal() and int(text) <= 65535:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be 0 to 65535, not {text!r}")
+
+
+def _count(text: str) -> int:
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be a whole number, 0 or more, not {text!r}")
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isfinite(value) and value >= 0:
+        return value
+    raise argparse.ArgumentTypeError(f"must be a number of seconds, 0 or more, not {text!r}")
+
+
+def _role(text: str) -> Role:
+    from app.errors import BadRequest
+
+    try:
+        return parse_role(text)
+    except BadRequest as e:
+        raise argparse.ArgumentTypeError(e.message) from e
+
+
+def _speed(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isfinite(value) and value > 0:
+        return value
+    raise argparse.ArgumentTypeError(f"must be a finite number greater than 0, not {text!r}")

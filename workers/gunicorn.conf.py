@@ -1,0 +1,119 @@
+"""gunicorn's side of a deployment, all from EVENHAND_* variables.
+
+`evenhand serve` ends here; it also works by itself, from any directory:
+
+    EVENHAND_REDIS_URL=redis://127.0.0.1:6379/0 gunicorn -c workers/gunicorn.conf.py app.main:app
+
+Owns the master's settings and hooks. gunicorn reads every global whose name is one of its settings, so
+whatever is not meant for it begins with an underscore.
+"""
+
+import math
+import os
+import resource
+import secrets
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parent.parent
+if sys.path[0] != str(_ROOT):  # the working directory may hold an `app` of its own
+    sys.path.insert(0, str(_ROOT))
+
+from app.errors import ConfigurationError  # noqa: E402
+from app.settings import Settings  # noqa: E402
+from workers.logs import logging_config  # noqa: E402
+from workers.processes import die_with_parent  # noqa: E402
+from workers.server import MASTER_MARGIN_S  # noqa: E402
+
+# Two sockets a running request, plus what the process has open anyway.
+_FEW_FILES = 4096
+# Some hosts have a hard limit of a billion; code that walks all possible descriptors then takes minutes.
+_MANY_FILES = 2**20
+# A worker beats every second as long as its event loop turns: longer than this and it is stuck for good.
+_STUCK_S = 60
+
+try:
+    _settings = Settings.load()
+    if _settings.redis_url is None:
+        raise ConfigurationError("EVENHAND_REDIS_URL is not set; `evenhand serve` would start an embedded Redis")
+except ConfigurationError as _e:
+    sys.exit(f"gunicorn.conf.py: {_e.message}")
+# Paths become absolute before gunicorn changes the directory, and the workers read the same again.
+os.environ.update(_settings.environment())
+
+chdir = str(_ROOT)
+wsgi_app = "app.main:app"
+bind = (
+    f"[{_settings.server_name}]:{_settings.server_port}"
+    if ":" in _settings.server_name
+    else (f"{_settings.server_name}:{_settings.server_port}")
+)
+workers = _settings.workers
+worker_class = "workers.server.EvenhandWorker"
+preload_app = False  # a reload must load new code, and no connection may be made before the fork
+timeout = _STUCK_S
+graceful_timeout = math.ceil(_settings.grace_s + MASTER_MARGIN_S)
+keepalive = 75  # seconds; above the 60 s that load balancers keep idle connections, so that they close first
+max_requests = _settings.max_requests
+max_requests_jitter = _settings.max_requests // 5  # so that workers do not all go at once
+if _settings.ssl:
+    keyfile = str(_settings.ssl_keyfile)
+    certfile = str(_settings.ssl_certfile)
+if os.access("/dev/shm", os.W_OK | os.X_OK):
+    worker_tmp_dir = "/dev/shm"  # heartbeats on a disk that stalls would look like stuck workers
+control_socket_disable = True  # it would be one path a user for all deployments
+accesslog = None
+logconfig_dict = logging_config(_settings.log_level, _settings.log_format)
+
+
+def on_starting(server: Any) -> None:
+    """Forget the registry where that is asked for; raise the limit on open files before the workers inherit it."""
+    if _settings.disable_cache_status:
+        try:
+            from workers.reaper import forget_registry
+
+            forget_registry(_settings)
+        except Exception as e:
+            server.log.warning("the registry of the last run could not be forgotten: %s", e)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raised = soft
+    if soft != resource.RLIM_INFINITY and soft != hard:
+        wanted = _MANY_FILES if hard == resource.RLIM_INFINITY else max(soft, min(hard, _MANY_FILES))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            raised = wanted
+        except (OSError, ValueError):  # some containers forbid it
+            pass
+    if soft != resource.RLIM_INFINITY and soft < _FEW_FILES:
+        server.log.warning(
+            "the limit on open files was %d, now %s; a running request takes two: set `ulimit -n` (LimitNOFILE=)",
+            soft,
+            raised,
+        )
+
+
+def pre_fork(server: Any, worker: Any) -> None:
+    # Made before the fork, so that the master can name the worker's counts when it is dead.
+    worker.nonce = secrets.token_hex(4)
+
+
+def post_fork(server: Any, worker: Any) -> None:
+    # A worker whose master was killed would go on serving, and hold the port against the next start.
+    die_with_parent(worker.ppid)
+    os.environ["EVENHAND_WORKER_ID"] = _worker_id(worker)
+
+
+def child_exit(server: Any, worker: Any) -> None:
+    """Give a dead worker's counts back at once instead of when its lease ends. Best effort: the lease stays."""
+    try:
+        from workers.reaper import give_back
+
+        give_back(_settings, _worker_id(worker))
+    except Exception as e:
+        server.log.warning("counts of worker %s are given back when its lease ends: %s", _worker_id(worker), e)
+
+
+def _worker_id(worker: Any) -> str:
+    return f"{socket.gethostname()}-{worker.pid}-{worker.nonce}"

@@ -1,0 +1,52 @@
+"""What a process of ours does so that none is left behind: it dies when its parent does.
+
+Owns the two or three system calls for it; knows no Redis, no gunicorn and no settings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent  # where `app` and `workers` are imported from
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGTERM) -> None:
+    """Have the kernel send `signum` to this process when the thread that forked it ends, be it by SIGKILL.
+
+    Elsewhere than on Linux this does nothing: there a killed parent leaves its children to the operator.
+    """
+    if _libc is None:
+        return
+    _libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died between the fork and the call
+        os.kill(os.getpid(), signum)
+
+
+def child_setup(signum: signal.Signals = signal.SIGTERM) -> Callable[[], None]:
+    """A `preexec_fn` for a child of this process: it dies with us and has no signals blocked."""
+    parent_pid = os.getpid()
+
+    def prepare() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        die_with_parent(parent_pid, signum)
+
+    return prepare
+
+
+def python_command(module: str) -> list[str]:
+    """The command that runs one of our modules, with `python_environment`, from any working directory."""
+    return [sys.executable, "-P", "-m", module]
+
+
+def python_environment() -> dict[str, str]:
+    """This process's environment, with our packages found first: a directory `app` elsewhere is not ours."""
+    path = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}

@@ -1,0 +1,105 @@
+"""Giving back what dead workers had counted, and forgetting the registry where that is asked for.
+
+In each worker: once a second, whoever sees an expired lease subtracts that ledger. In the master of
+a host: at once, when a child has died. Keys: workers, unfinished, unfinished:<worker>, sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+import redis
+
+from app.errors import StoreUnavailable
+from app.settings import Settings
+from app.store.keys import Keys
+from app.store.registry import Registry
+from app.store.scripts import Code, load_scripts
+
+log = logging.getLogger("evenhand.workers")
+
+LOOK_EVERY_S = 1.0
+AT_ONCE = 100
+"""Expired leases looked at in one turn."""
+MASTER_TIMEOUT_S = 1.0
+"""The master must not hang on Redis: then the lease does the same work a few seconds later."""
+
+
+def _now_ms(time_reply: tuple[int, int]) -> int:
+    seconds, microseconds = time_reply
+    return seconds * 1000 + microseconds // 1000
+
+
+class Reaper:
+    """The loop in each worker."""
+
+    def __init__(self, registry: Registry, keys: Keys) -> None:
+        self._registry = registry
+        self._keys = keys
+
+    async def run(self) -> None:
+        while True:
+            with contextlib.suppress(StoreUnavailable, redis.RedisError, OSError):
+                await self.reap()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def reap(self) -> int:
+        """Give up every worker whose lease is over; returns how many requests came back."""
+        client, keys = self._registry.redis, self._keys
+        now_ms = _now_ms(await client.time())
+        expired = await client.zrangebyscore(keys.workers, "-inf", now_ms, start=0, num=AT_ONCE)
+        # A session without a lease: somebody deleted `workers`. The living are back within a second,
+        # and the script looks again before it gives anybody up.
+        unleased = set(await client.hkeys(keys.sessions)) - set(await client.zrange(keys.workers, 0, -1))
+        total = 0
+        for worker in [*expired, *unleased]:
+            names = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.workers)
+            code, returned = await self._registry.run("give_up_worker", names, [worker, "0"])
+            if code == Code.DONE:
+                total += returned
+                log.warning("worker %s is gone: %d of its requests are given back", worker, returned)
+        return total
+
+
+def _master_client(settings: Settings) -> redis.Redis:
+    return redis.Redis.from_url(
+        settings.redis_url or "",
+        socket_timeout=MASTER_TIMEOUT_S,
+        socket_connect_timeout=MASTER_TIMEOUT_S,
+        decode_responses=True,
+    )
+
+
+def give_back(settings: Settings, worker: str) -> None:
+    """Give up a worker whose process is known to have ended. Synchronous; raises RedisError."""
+    keys, script = Keys(settings.namespace), load_scripts()["give_up_worker"]
+    names = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.workers)
+    with _master_client(settings) as client:
+        client.execute_command("EVAL", script.text, *script.evalsha(names, (worker, "1"))[2:])
+
+
+def forget_registry(settings: Settings) -> int:
+    """Remove every node unless another worker is alive (`--disable-cache-status`); returns how many."""
+    keys, script = Keys(settings.namespace), load_scripts()["remove_node"]
+    removed = 0
+    with _master_client(settings) as client:
+        if client.zcount(keys.workers, _now_ms(client.time()), "+inf"):
+            return 0
+        for url in client.smembers(keys.nodes):
+            names = (
+                keys.nodes,
+                keys.node(url),
+                keys.version,
+                keys.restored_from,
+                keys.engine_keys,
+                keys.latency(url),
+                keys.latency_mean,
+                keys.explored,
+                keys.last_success,
+                keys.unfinished,
+            )
+            client.execute_command("EVAL", script.text, *script.evalsha(names, (url, "now"))[2:])
+            removed += 1
+    return removed

@@ -1,0 +1,283 @@
+"""The worker class: uvicorn inside gunicorn, with a shutdown that lets streams end.
+
+Owns signals, heartbeat and the order of shutdown of one worker process. It must not know what the app does
+with a request; towards the app it has one contract beyond ASGI: when the worker begins to stop it calls
+`app.begin_shutdown(deadline)`, if the app has it, with an instant of `time.monotonic()`. Requests that run
+then have until the deadline; the app ends its own streams shortly before. A second call, with an earlier
+deadline, may follow. ASGI's own lifespan event comes too late for that: after the last connection.
+
+Why not `uvicorn_worker.UvicornWorker` as it is (0.4 with uvicorn 0.54):
+- it stops telling gunicorn that it lives once it drains, so a drain longer than `timeout` is a WORKER TIMEOUT;
+- its drain has no deadline of its own, so the master ends it with SIGKILL;
+- its SIGQUIT handler sets a flag that nobody reads;
+- it dies of the SIGTERM that it handled, so nothing after the drain runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import time
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import Server
+from uvicorn_worker import UvicornWorker
+
+from app.errors import BadRequest, EvenhandError, error_answer
+from app.settings import Settings
+
+logger = logging.getLogger("uvicorn.error")
+
+HEAD_LIMIT_BYTES = 64 * 1024  # request line and headers; httptools itself has no limit
+HEARTBEAT_S = 1.0
+POLL_S = 0.05
+# An idle keep-alive connection may have a request under way to us. Kept open for this long, the request is
+# answered with `Connection: close`; closed at once, it would be a reset that the client can't tell from a crash.
+IDLE_LINGER_S = 0.5
+QUICK_GRACE_S = 1.0  # after SIGQUIT or SIGINT; gunicorn's master kills 2 s after asking
+CANCEL_WAIT_S = 1.0  # for what cancelled requests do in their `finally`
+LIFESPAN_SHUTDOWN_S = 5.0
+# What the master must wait beyond the grace time so that it never kills a worker that keeps its own deadline.
+MASTER_MARGIN_S = CANCEL_WAIT_S + LIFESPAN_SHUTDOWN_S + 2.0
+
+READY_FD_VARIABLE = "EVENHAND_READY_FD"
+
+
+class HeadTooLarge(EvenhandError):
+    status = 431
+    type = "invalid_request_error"
+    code = "head_too_large"
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 protocol with a limit on the head, an end to keep-alive while the server stops, and
+    an answer to those who offer an upgrade.
+
+    Java's HttpClient, among others, offers h2c with its first request. httptools takes every offer as accepted
+    and skips the body, so such a POST would arrive empty: it is read again without the offer.
+    """
+
+    _in_head = True
+    _heads = 0  # complete heads seen on this connection
+    _head_bytes = 0  # of the unfinished one
+    _idle_since = 0.0  # time.monotonic()
+
+    def data_received(self, data: bytes) -> None:
+        was_in_head, heads = self._in_head, self._heads
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as e:
+            self._read_without_upgrade(data[e.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(BadRequest("the request is not valid HTTP/1.1"))
+        # A chunk in which a head ended may hold a whole body: only chunks that are nothing but head count.
+        if was_in_head and self._in_head and heads == self._heads:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_LIMIT_BYTES:
+                self._refuse(HeadTooLarge(f"request line and headers are longer than {HEAD_LIMIT_BYTES} bytes"))
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._in_head = False
+        self._heads += 1
+        super().on_headers_complete()
+        if getattr(self.server_state, "stopping", False):
+            self.cycle.keep_alive = False
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._in_head = True
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._idle_since = time.monotonic()
+        super().on_response_complete()
+
+    def wind_down(self, *, idle_before: float) -> None:
+        """Let this connection end with the answer that runs on it; what runs is not touched."""
+        if self.cycle is None or self.cycle.response_complete:
+            if self._idle_since <= idle_before:
+                self.transport.close()
+        elif not self.cycle.response_started:
+            # The client reads `Connection: close`. Once the head is out it can't, and a close right after the
+            # body would race with its next request: such a connection is closed when it has been idle.
+            self.cycle.keep_alive = False
+
+    def _read_without_upgrade(self, rest: bytes) -> None:
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":
+            self._refuse(BadRequest("CONNECT is not served"))
+            return
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                kept = [t for t in value.split(b",") if t.strip().lower() in (b"close", b"keep-alive")]
+                lines.append(b"connection: " + b",".join(kept))
+            elif name not in (b"upgrade", b"http2-settings"):
+                lines.append(name + b": " + value)
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join([*lines, b"", b""]) + rest)
+
+    def _refuse(self, error: EvenhandError) -> None:
+        if self.transport.is_closing():
+            return
+        status, headers, body = error_answer(error)
+        lines = [STATUS_LINE[status], *(b"%s: %s\r\n" % header for header in headers)]
+        self.transport.write(b"".join([*lines, b"connection: close\r\n\r\n", body]))
+        self.transport.close()
+
+
+class GracefulServer(Server):
+    """uvicorn's server with a deadline for the drain, told to the app before anything is closed.
+
+    Overrides two of uvicorn's private methods; uvicorn is pinned in the lock files, and tests/workers/test_server.py
+    fails if their meaning changes.
+    """
+
+    def __init__(self, config: Config, app: object, *, grace_s: float) -> None:
+        super().__init__(config)
+        self._app = app
+        self._grace_s = grace_s
+        self._deadline: float | None = None  # time.monotonic(); set once the drain has begun
+
+    def stop(self) -> None:
+        """Drain within the grace time. Safe to call again."""
+        self.should_exit = True
+
+    def stop_quickly(self) -> None:
+        """Drain within `QUICK_GRACE_S`, also when a longer drain is under way."""
+        self._grace_s = min(self._grace_s, QUICK_GRACE_S)
+        self.should_exit = True
+        if self._deadline is not None:
+            self._set_deadline()
+
+    async def run_until_stopped(self, sockets: list[socket.socket]) -> None:
+        """Serve until told to stop. The caller owns the signals, so uvicorn's own handling is left out."""
+        await self._serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        report_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._set_deadline()
+        self.server_state.stopping = True  # type: ignore[attr-defined]
+        for server in self.servers:
+            server.close()
+        await self._wait_tasks_to_complete()
+        try:
+            await asyncio.wait_for(self.lifespan.shutdown(), LIFESPAN_SHUTDOWN_S)
+        except TimeoutError:
+            logger.error("the app's shutdown took longer than %g s: left behind", LIFESPAN_SHUTDOWN_S)
+
+    async def _wait_tasks_to_complete(self) -> None:
+        state = self.server_state
+        began = time.monotonic()
+        while state.connections or state.tasks:
+            now = time.monotonic()
+            if now >= self._due:
+                break
+            # In a quick stop nothing lingers.
+            linger_s = IDLE_LINGER_S if self._due - began > QUICK_GRACE_S else 0.0
+            if now - began >= linger_s:
+                for connection in list(state.connections):
+                    connection.wind_down(idle_before=now - linger_s)  # type: ignore[union-attr]
+            await asyncio.sleep(POLL_S)
+        if state.tasks:
+            logger.error("%d request(s) did not end within the grace time: cancelled", len(state.tasks))
+            tasks = set(state.tasks)
+            for task in tasks:
+                task.cancel(msg="the worker's grace time is over")
+            await asyncio.wait(tasks, timeout=CANCEL_WAIT_S)
+        for connection in list(state.connections):
+            # Not close(): that waits for a client that reads nothing.
+            connection.transport.abort()
+
+    @property
+    def _due(self) -> float:
+        assert self._deadline is not None
+        return self._deadline
+
+    def _set_deadline(self) -> None:
+        deadline = time.monotonic() + self._grace_s
+        self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
+        begin_shutdown = getattr(self._app, "begin_shutdown", None)
+        if begin_shutdown is not None:
+            try:
+                begin_shutdown(self._deadline)
+            except Exception:
+                logger.exception("the app's begin_shutdown failed; the drain goes on without it")
+
+
+class EvenhandWorker(UvicornWorker):  # type: ignore[misc]  # uvicorn_worker carries no types
+    """One worker process: SIGTERM drains within the grace time, SIGQUIT and SIGINT within a second or two."""
+
+    CONFIG_KWARGS = {
+        "http": Protocol,
+        "loop": "uvloop",
+        "interface": "asgi3",
+        "lifespan": "on",
+        "ws": "none",
+        "access_log": False,
+        "server_header": False,
+        "date_header": False,
+        # The peer's address decides who may register nodes: it must never come from a header.
+        "proxy_headers": False,
+        # Both done here, where they also hold during the drain.
+        "callback_notify": None,
+        "timeout_graceful_shutdown": None,
+    }
+
+    def init_signals(self) -> None:
+        super().init_signals()
+        # The master answers a stuck worker with SIGABRT: say where it is stuck before it dies.
+        faulthandler.enable()
+
+    def run(self) -> None:
+        with asyncio.Runner(loop_factory=self.config.get_loop_factory()) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        self.config.app = self.wsgi
+        server = GracefulServer(self.config, self.wsgi, grace_s=Settings.load().grace_s)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, server.stop)
+        loop.add_signal_handler(signal.SIGQUIT, server.stop_quickly)
+        loop.add_signal_handler(signal.SIGINT, server.stop_quickly)
+        heartbeat = loop.create_task(self._beat())
+        try:
+            # gunicorn wraps its sockets; uvloop takes only plain ones over and would close the others twice.
+            await server.run_until_stopped([listener.sock for listener in self.sockets])
+        finally:
+            heartbeat.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await heartbeat
+
+    async def _beat(self) -> None:
+        """Tell the master that the event loop turns: from before the app's start to after its end."""
+        while True:
+            self.notify()
+            await asyncio.sleep(HEARTBEAT_S)
+
+
+def report_ready() -> None:
+    """Tell whoever started gunicorn, through the pipe it left in the environment, that requests are served."""
+    fd = os.environ.get(READY_FD_VARIABLE)
+    if fd:
+        # Every worker writes, at any time in the deployment's life: the reader may long be gone.
+        with contextlib.suppress(OSError, ValueError):
+            os.write(int(fd), b"1")
