@@ -171,7 +171,7 @@ class Settings(BaseSettings):
     )
     dummy_prefill: bool = Field(False, description="DistServe: skip the prefill call, to profile decode engines alone.")
     disable_cache_status: bool = Field(
-        False, description="Forget nodes that were added at run time when the whole deployment stops."
+        False, description="Nodes that were added at run time are forgotten when the whole deployment starts anew."
     )
     migration_protocol: Literal["RDMA", "NVLINK"] = Field(
         "RDMA", description="DistServe: transport by which the KV cache migrates between engines."

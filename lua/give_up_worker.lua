@@ -20,10 +20,13 @@ if not certain then
         return { 5, 0 }
     end
 end
+if redis.call('TYPE', ledger).ok ~= 'hash' then
+    redis.call('DEL', ledger)
+end
 local returned = 0
 local recorded = redis.call('HGETALL', ledger)
 for i = 1, #recorded, 2 do
-    local url, count = recorded[i], tonumber(recorded[i + 1])
+    local url, count = recorded[i], tonumber(recorded[i + 1]) or 0
     returned = returned + count
     if redis.call('HINCRBY', unfinished, url, -count) <= 0 then
         redis.call('HDEL', unfinished, url)

@@ -20,14 +20,17 @@ for i = 1, #ARGV do
     end
     local recorded = redis.call('HGETALL', KEYS[FIRST_LEDGER + i - 1])
     for j = 1, #recorded, 2 do
-        sums[recorded[j]] = (sums[recorded[j]] or 0) + tonumber(recorded[j + 1])
+        sums[recorded[j]] = (sums[recorded[j]] or 0) + (tonumber(recorded[j + 1]) or 0)
     end
+end
+if redis.call('TYPE', unfinished).ok ~= 'hash' then
+    redis.call('DEL', unfinished)
 end
 local corrected = 0
 local totals = redis.call('HGETALL', unfinished)
 for i = 1, #totals, 2 do
     local url, total = totals[i], tonumber(totals[i + 1])
-    if sums[url] == total then
+    if total and sums[url] == total then
         sums[url] = nil
     elseif not sums[url] then
         corrected = corrected + 1

@@ -34,7 +34,7 @@ if latency ~= '' and redis.call('SISMEMBER', nodes, url) == 1 then
     for i = 1, #kept do
         sum = sum + tonumber(kept[i])
     end
-    redis.call('HSET', latency_mean, url, string.format('%.17g', sum / #kept))
+    redis.call('HSET', latency_mean, url, string.format('%.9f', sum / #kept))
     redis.call('HDEL', explored, url)
     local now = redis.call('TIME')
     redis.call('HSET', last_success, url, string.format('%.0f', now[1] * 1000 + math.floor(now[2] / 1000)))

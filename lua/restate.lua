@@ -29,10 +29,14 @@ local stated = {}
 for i = 4, #ARGV, 2 do
     stated[ARGV[i]] = tonumber(ARGV[i + 1])
 end
+-- This is the step that mends things, so what somebody wrote over the ledger must not stop it.
+if redis.call('TYPE', ledger).ok ~= 'hash' then
+    redis.call('DEL', ledger)
+end
 local correct_by = {}
 local recorded = redis.call('HGETALL', ledger)
 for i = 1, #recorded, 2 do
-    correct_by[recorded[i]] = -tonumber(recorded[i + 1])
+    correct_by[recorded[i]] = -(tonumber(recorded[i + 1]) or 0)
 end
 for url, count in pairs(stated) do
     correct_by[url] = (correct_by[url] or 0) + count

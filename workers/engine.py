@@ -67,6 +67,7 @@ async def _serve(args: argparse.Namespace) -> int:
         chunks=args.chunks,
         text=args.text,
         key=args.key,
+        own_id=False,
     )
     try:
         engine = Engine(knobs, host=args.host, port=args.port, keep_records=False, on_terminate=end)

@@ -31,6 +31,7 @@ class Knobs:
     gap_s: float = 0.0  # between two chunks
     chunks: int = 16  # content events of an answer; a request's max_tokens may ask for fewer
     text: str = "token"  # content of chunk i is `<text><i> `
+    own_id: bool = True  # the request's x-request-id is part of the answer's id; without, it is always the same
     key: str = ""  # 401 on every path without `Authorization: Bearer <key>`
     prefix: str = ""  # a path in front of every path, such as /engine/a
     headers: Pairs = ()  # added to every answer to POST /v1/*
@@ -180,7 +181,7 @@ def completed(knobs: Knobs, asked: Asked, request_id: str, *, chat: bool) -> Ans
     finish = "stop" if count == knobs.chunks else "length"
     usage = {"prompt_tokens": 5, "completion_tokens": count, "total_tokens": 5 + count}
     base: dict[str, object] = {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id or 'sim'}",
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id if knobs.own_id and request_id else 'sim'}",
         "object": ("chat.completion" if chat else "text_completion") + (".chunk" if chat and asked.stream else ""),
         "created": CREATED,
         "model": asked.model,

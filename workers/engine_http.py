@@ -59,6 +59,19 @@ class Record:
         return self.finished_s is None and self.aborted_s is None
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """An answer as bytes. Without a head nothing is sent at all."""
+
+    status: int
+    head: bytes
+    pieces: list[bytes]
+    ending: Ending
+    keep_alive: bool
+    first_s: float
+    gap_s: float
+
+
 @dataclass(slots=True)
 class Play:
     """An answer on its way out: `pieces` at their times, then `ending`."""
@@ -193,24 +206,29 @@ class Connection(asyncio.Protocol):
         if knobs.blackhole and struck:
             self._play = Play(record, [], "stall", record.started_s, 0.0, keep_alive)
             return
-        answer = engine.answer(record)
-        record.status = answer.status
-        faulty = struck and record.method == "POST" and answer.status == 200
-        head, pieces, ending, keep_alive = wire(answer, knobs, record.method, keep_alive, faulty=faulty)
-        if knobs.head_first and head:
+        made = engine.remembered(record, keep_alive)
+        if made is None:
+            answer = engine.answer(record)
+            faulty = struck and record.method == "POST" and answer.status == 200
+            made = wire(answer, knobs, record.method, keep_alive, faulty=faulty)
+            engine.remember(record, keep_alive, made)
+        record.status = made.status
+        pieces = made.pieces
+        if knobs.head_first and made.head:
             assert self._transport is not None
             record.first_byte_s = time.monotonic()
-            self._transport.write(head)
-        elif head:
-            pieces = [head + pieces[0], *pieces[1:]] if pieces else [head]
-        self._play = Play(record, pieces, ending, record.started_s + answer.first_s, answer.gap_s, keep_alive)
+            self._transport.write(made.head)
+        elif made.head:
+            pieces = [made.head + pieces[0], *pieces[1:]] if pieces else [made.head]
+        self._play = Play(record, pieces, made.ending, record.started_s + made.first_s, made.gap_s, made.keep_alive)
 
     def _go_on(self) -> None:
         """Write all that is due; come back by timer, by resume_writing, or never (stall)."""
         self._timer = None
         while (play := self._play) is not None and self._transport is not None:
             if play.pending:
-                if not self._can_write:
+                # A transport whose write failed takes and drops the rest; connection_lost follows.
+                if not self._can_write or self._transport.is_closing():
                     return
                 self._write_slice(play)
                 if self._engine.knobs.frag_bytes and (play.pending or not play.last):
@@ -294,17 +312,15 @@ class Connection(asyncio.Protocol):
             self._idle_timer = None
 
 
-def wire(
-    answer: Answer, knobs: Knobs, method: str, keep_alive: bool, *, faulty: bool
-) -> tuple[bytes, list[bytes], Ending, bool]:
-    """`answer` as bytes: (head, pieces, ending, keep_alive). Without a head, nothing is sent at all."""
+def wire(answer: Answer, knobs: Knobs, method: str, keep_alive: bool, *, faulty: bool) -> Made:
+    """`answer` as bytes, framed, and cut short where the script says so (`faulty`)."""
     bodiless = method == "HEAD" or answer.status in NO_BODY
     framing = knobs.framing or ("chunked" if answer.stream else "length")
     k, ending = scripted_end(knobs) if faulty else (None, "proper")
     if k is not None and ending == "proper" and (k < 0 or framing == "length"):
         ending = "close"  # no terminator can say "this is the end" here
     if k is not None and k < 0:
-        return b"", [], ending, False
+        return Made(answer.status, b"", [], ending, False, answer.first_s, 0.0)
 
     pieces, tail = answer.pieces, answer.tail
     if k is not None:
@@ -329,7 +345,8 @@ def wire(
         pieces = [b"".join(tail)]
     if not answer.gap_s and len(pieces) > 1:
         pieces = [b"".join(pieces)]  # nothing to pace: one write is cheaper than many
-    return head_of(answer.status, headers), pieces, ending, keep_alive
+    head = head_of(answer.status, headers)
+    return Made(answer.status, head, pieces, ending, keep_alive, answer.first_s, answer.gap_s)
 
 
 def scripted_end(knobs: Knobs) -> tuple[int | None, Ending]:

@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 
 from workers import engine_answers as answers
 from workers.engine_answers import Answer, Knobs
-from workers.engine_http import Connection, Record
+from workers.engine_http import Connection, Made, Record
 
+REMEMBERED = 64  # answers, and of requests of at most
+REMEMBERED_BYTES = 65536
 BACKLOG = 4096  # a burst of new connections must not be refused by accident
 
 
@@ -38,7 +40,8 @@ class Engine:
     """One engine: a listener, its knobs, its records.
 
     `requests` holds the records of `POST`, `probes` those of everything else (health, models, terminate).
-    Without `keep_records` only the counts are kept, so that it can run for ever.
+    Without `keep_records` only the counts are kept, so that it can run for ever; and the answer to a request
+    like one before is not made again, so that a measurement sees little of this engine's own cost.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Engine:
         self.on_terminate = on_terminate
         self._tls = tls
         self._keep_records = keep_records
+        self._memory: dict[tuple[str, bytes, bool], Made] = {}
         self._listener: asyncio.Server | None = None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # Bound, never listening: the port stays ours while nobody listens, and a connect is refused.
@@ -138,6 +142,7 @@ class Engine:
     async def apply(self, **changes: object) -> None:
         """Change knobs; `refuse` closes or opens the listener. Raises TypeError for an unknown knob."""
         self.knobs = replace(self.knobs, **changes)  # type: ignore[arg-type]
+        self._memory.clear()
         if self.knobs.refuse:
             await self.stop_listening()
         elif "refuse" in changes:
@@ -167,6 +172,21 @@ class Engine:
             self.stats.in_flight -= 1
             self.stats.aborted += aborted
             self.stats.finished += not aborted
+
+    def remembered(self, record: Record, keep_alive: bool) -> Made | None:
+        if not self._memory or record.method != "POST":
+            return None
+        return self._memory.get((record.path, record.body, keep_alive))
+
+    def remember(self, record: Record, keep_alive: bool, made: Made) -> None:
+        """Keep an answer that depends on nothing but knobs, path and body."""
+        knobs = self.knobs
+        if self._keep_records or record.method != "POST" or knobs.key or knobs.own_id:
+            return
+        if "completions" in record.path and len(record.body) + sum(map(len, made.pieces)) <= REMEMBERED_BYTES:
+            if len(self._memory) >= REMEMBERED:
+                self._memory.clear()
+            self._memory[record.path, record.body, keep_alive] = made
 
     def answer(self, record: Record) -> Answer:
         """The answer by the knobs as they are now, scripted status included."""

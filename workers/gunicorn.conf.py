@@ -21,11 +21,11 @@ _ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(_ROOT):  # the working directory may hold an `app` of its own
     sys.path.insert(0, str(_ROOT))
 
-from app.errors import ConfigurationError  # noqa: E402
-from app.settings import Settings  # noqa: E402
-from workers.logs import logging_config  # noqa: E402
-from workers.processes import die_with_parent  # noqa: E402
-from workers.server import MASTER_MARGIN_S  # noqa: E402
+from app.errors import ConfigurationError
+from app.settings import Settings
+from workers.logs import logging_config
+from workers.processes import die_with_parent
+from workers.server import MASTER_MARGIN_S
 
 # Two sockets a running request, plus what the process has open anyway.
 _FEW_FILES = 4096

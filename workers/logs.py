@@ -15,7 +15,7 @@ from typing import Any
 class TextFormatter(logging.Formatter):
     """`2026-01-31T12:00:00.123Z WARNING [4711] app.http: message`."""
 
-    converter = time.gmtime
+    converter = staticmethod(time.gmtime)
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)s [%(process)d] %(name)s: %(message)s")

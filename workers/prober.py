@@ -98,9 +98,7 @@ def verdict(node: Node, record: Record, finding: Finding, rules: Rules, *, busy:
     if finding.kind == "timeout" and busy:
         return None
     record.misses += 1
-    if node.state in (State.READY, State.ASLEEP) and (
-        finding.kind == "refused" or record.misses >= rules.down_after
-    ):
+    if node.state in (State.READY, State.ASLEEP) and (finding.kind == "refused" or record.misses >= rules.down_after):
         return State.DOWN
     return None
 

@@ -23,6 +23,7 @@ import os
 import signal
 import socket
 import time
+from typing import Any, ClassVar
 
 import httptools
 from uvicorn.config import Config
@@ -223,10 +224,10 @@ class GracefulServer(Server):
                 logger.exception("the app's begin_shutdown failed; the drain goes on without it")
 
 
-class EvenhandWorker(UvicornWorker):  # type: ignore[misc]  # uvicorn_worker carries no types
+class EvenhandWorker(UvicornWorker):  # type: ignore[misc]
     """One worker process: SIGTERM drains within the grace time, SIGQUIT and SIGINT within a second or two."""
 
-    CONFIG_KWARGS = {
+    CONFIG_KWARGS: ClassVar[dict[str, Any]] = {
         "http": Protocol,
         "loop": "uvloop",
         "interface": "asgi3",

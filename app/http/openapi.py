@@ -126,6 +126,16 @@ def _operation(
     }
 
 
+def _node_url() -> Schema:
+    return {
+        "type": "string",
+        "format": "uri",
+        "minLength": 1,
+        "description": "http or https, host, perhaps port (1 to 65535) and path; no user, query or fragment.",
+        "example": "http://10.0.0.5:23333",
+    }
+
+
 def _query(name: str, schema: Schema, description: str) -> Schema:
     return {"name": name, "in": "query", "required": False, "schema": schema, "description": description}
 
@@ -248,7 +258,7 @@ def _nodes_remove() -> Schema:
         description="The URL is given in the body or as `node_url`.",
         security=_ADMIN,
         parameters=[
-            _query("node_url", {"type": "string"}, "The node; instead of `url` in the body."),
+            _query("node_url", _node_url(), "The node; instead of `url` in the body."),
             _query("drain", drain, "Let running requests end first."),
             _query("timeout_s", timeout, "Seconds after which a drained node is removed in any case."),
         ],
@@ -257,7 +267,7 @@ def _nodes_remove() -> Schema:
             "content": _json(
                 {
                     "type": "object",
-                    "properties": {"url": {"type": "string"}, "drain": drain, "timeout_s": timeout},
+                    "properties": {"url": _node_url(), "drain": drain, "timeout_s": timeout},
                 }
             ),
         },
@@ -274,7 +284,7 @@ def _nodes_terminate() -> Schema:
         security=_ADMIN,
         requestBody={
             "required": True,
-            "content": _json({"type": "object", "required": ["url"], "properties": {"url": {"type": "string"}}}),
+            "content": _json({"type": "object", "required": ["url"], "properties": {"url": _node_url()}}),
         },
     )
 
@@ -331,7 +341,8 @@ def _openapi() -> Schema:
 
 
 def _object(required: tuple[str, ...], **properties: Schema) -> Schema:
-    return {"type": "object", "required": list(required), "properties": properties}
+    needs = {"required": list(required)} if required else {}  # 3.0 takes no empty list
+    return {"type": "object", **needs, "properties": properties}
 
 
 def _schemas() -> Schema:
@@ -371,15 +382,11 @@ def _schemas() -> Schema:
         "ModelRequest": _object(
             ("model",),
             model={"type": "string", "minLength": 1, "description": "Decides to which nodes the request may go."},
-            stream={"type": "boolean", "description": "Read by the engine."},
+            stream={"description": "true for a stream of events; read by the engine."},
         ),
         "NodeRegistration": _object(
             ("url",),
-            url={
-                "type": "string",
-                "description": "http or https, host, perhaps port and path; no user, query or fragment.",
-                "example": "http://10.0.0.5:23333",
-            },
+            url=_node_url(),
             status={
                 **_object(
                     (),

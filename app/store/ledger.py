@@ -140,7 +140,9 @@ class Ledger:
             keys = self._keys
             names = (keys.unfinished, keys.ledger(self.worker), keys.sessions, keys.workers)
             with contextlib.suppress(StoreUnavailable):
-                await pipeline.call(self._scripts["give_up_worker"].evalsha(names, (self.worker, "1")))
+                # EVAL: a server on which no worker has died yet has never seen this script.
+                script = self._scripts["give_up_worker"]
+                await pipeline.call(("EVAL", script.text, *script.evalsha(names, (self.worker, "1"))[2:]))
             pipeline.close()
 
     # --- acquire ----------------------------------------------------------------------------------
@@ -194,7 +196,13 @@ class Ledger:
         self._acquiring += 1
         assert self._pipeline is not None
         self._pipeline.submit(command, settle)
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            # Cancelled between the reply and this line: `settle` has counted, and nobody else will know.
+            if not future.cancelled() and future.done() and future.result()[0] == Code.DONE:
+                self._release(pool.urls[future.result()[1]], None)
+            raise
 
     def _read_acquired(self, reply: Reply, pool: Pool) -> tuple[Code | None, int]:
         if isinstance(reply, Exception):
@@ -255,7 +263,7 @@ class Ledger:
             keys.explored,
             keys.last_success,
         )
-        latency = "" if latency_s is None else repr(latency_s)
+        latency = "" if latency_s is None else f"{latency_s:.6f}"
         arguments = (self.worker, self._generation, url, latency, WINDOW)
         self._pipeline.submit(self._scripts["release"].evalsha(names, arguments), self._released)
 
@@ -356,6 +364,8 @@ class Ledger:
             reply = await pipeline.call(self._restate_command())
             if reply[0] != Code.DONE:
                 raise StoreUnavailable("a newer connection of this worker has spoken")
+            if pipeline.lost is not None:
+                raise pipeline.lost
         except BaseException as e:
             pipeline.close()
             self._trouble = e.message if isinstance(e, StoreUnavailable) else self._trouble
@@ -371,18 +381,21 @@ class Ledger:
 
     async def _keep(self) -> None:
         """Renew the lease each second; join again, with growing pauses, when the connection is gone."""
-        pause_s = BACKOFF_S[0]
+        pause_s = 0.0
         while True:
             if self._pipeline is None:
+                await asyncio.sleep(pause_s)
+                pause_s = min(max(2 * pause_s, BACKOFF_S[0]), BACKOFF_S[1])
                 try:
                     await self._join()
-                    pause_s = BACKOFF_S[0]
                 except StoreUnavailable as e:
                     self._trouble = e.message
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(pause_s * 2, BACKOFF_S[1])
                 continue
             self._restate_soon()
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(RENEW_S):
                     await self._lost.wait()
+            except TimeoutError:
+                # Only a connection that has held ends the pauses: a full Redis lets a worker join and then
+                # refuses its first acquire, which would else be one connection a request.
+                pause_s = 0.0

@@ -90,6 +90,11 @@ class Pipeline(asyncio.Protocol):
     def __repr__(self) -> str:
         return f"<Pipeline {'lost' if self._lost else 'open'}, {len(self._waiting)} in flight>"
 
+    @property
+    def lost(self) -> StoreUnavailable | None:
+        """Why the connection is gone; None while it stands."""
+        return self._lost
+
     @classmethod
     async def open(
         cls, address: RedisAddress, *, timeout_s: float, on_lost: Callable[[StoreUnavailable], None]

@@ -92,13 +92,12 @@ class Http1Response:
 
     async def read(self) -> bytes:
         chunks = self._chunks
-        if not chunks:
-            if not self._ended:
-                await self._more()
-            if not chunks:
+        while not chunks:
+            if self._ended:
                 if self._error is not None:
                     raise self._error
                 return b""
+            await self._more()
         if len(chunks) == 1:
             data = chunks.pop()
         else:

@@ -1,0 +1,117 @@
+"""Each Lua policy, inside its acquire script on a real server, against its Python twin."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from app.balancing import POLICIES, Candidate
+from app.store.keys import Keys
+from app.store.scripts import Script, load_scripts
+from tests.support.redis import PrivateRedis
+
+SPEEDS = st.one_of(
+    st.sampled_from([1.0, 2.0, 3.0, 0.1, 1e-300, 1e300]),
+    st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False),
+)
+MEANS = st.one_of(
+    st.none(), st.sampled_from([0.25, 0.5, 0.1]), st.floats(min_value=0, max_value=1e6, allow_nan=False)
+)
+# Small counts: ties and idle nodes are where the policies branch.
+COUNTS = st.one_of(st.integers(0, 3), st.integers(0, 10**6))
+CANDIDATES = st.lists(st.builds(Candidate, SPEEDS, COUNTS, MEANS, st.integers(0, 2)), min_size=1, max_size=7)
+DRAW = st.one_of(
+    st.sampled_from([0.0, 0.0999, 0.1, 0.5, 0.9999999999999999]), st.floats(min_value=0, max_value=1, exclude_max=True)
+)
+
+
+class Acquirer:
+    """One registered worker that acquires over plain commands; its state is set by plain commands too."""
+
+    def __init__(self, server: PrivateRedis, script: Script) -> None:
+        self.keys = Keys(f"twins{secrets.token_hex(4)}")
+        self.script = script
+        self.client = server.client
+        self.client.script_load(script.text)
+
+    def acquire(self, candidates: list[Candidate], draws: tuple[float, float]) -> Any:
+        keys = self.keys
+        self.clear()
+        with self.client.pipeline(transaction=False) as pipe:
+            pipe.hset(keys.sessions, "w", "5")
+            pipe.set(keys.version, "3")
+            for i, candidate in enumerate(candidates):
+                url = f"http://n{i}"
+                if candidate.unfinished or i % 2:  # an idle node stands there as 0 or not at all
+                    pipe.hset(keys.unfinished, url, candidate.unfinished)
+                if candidate.mean_latency_s is not None:
+                    pipe.hset(keys.latency_mean, url, f"{candidate.mean_latency_s:.17g}")
+                if candidate.explored:
+                    pipe.hset(keys.explored, url, candidate.explored)
+            pipe.execute()
+        names = (keys.unfinished, keys.ledger("w"), keys.sessions, keys.version, keys.latency_mean, keys.explored)
+        pool = [part for i, candidate in enumerate(candidates) for part in (f"http://n{i}", repr(candidate.speed))]
+        command = self.script.evalsha(names, ("w", 5, "3", repr(draws[0]), repr(draws[1]), *pool))
+        return self.client.execute_command(*command)
+
+    def counts(self, name: str) -> dict[str, int]:
+        return {url: int(count) for url, count in self.client.hgetall(name).items() if int(count)}
+
+    def clear(self) -> None:
+        names = list(self.client.scan_iter(self.keys.prefix + "*", count=1000))
+        if names:
+            self.client.delete(*names)
+
+
+@pytest.fixture(params=sorted(POLICIES))
+def policy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def acquirer(redis_server: PrivateRedis, policy: str) -> Iterator[Acquirer]:
+    redis_server.ensure_running()
+    acquirer = Acquirer(redis_server, load_scripts()[f"acquire_{policy}"])
+    yield acquirer
+    acquirer.clear()
+
+
+def check_twins(acquirer: Acquirer, policy: str, candidates: list[Candidate], draws: tuple[float, float]) -> None:
+    index, exploring = POLICIES[policy](candidates, draws)
+    assert acquirer.acquire(candidates, draws) == [0, index + 1, 3]
+
+    expected = {f"http://n{i}": candidate.unfinished for i, candidate in enumerate(candidates)}
+    expected[f"http://n{index}"] += 1
+    assert acquirer.counts(acquirer.keys.unfinished) == {url: n for url, n in expected.items() if n}
+    assert acquirer.counts(acquirer.keys.ledger("w")) == {f"http://n{index}": 1}
+
+    # Explorations are counted only where the policy reads them, and only on the chosen node.
+    tries = {f"http://n{i}": candidate.explored for i, candidate in enumerate(candidates)}
+    tries[f"http://n{index}"] += exploring
+    assert acquirer.counts(acquirer.keys.explored) == {url: n for url, n in tries.items() if n}
+
+
+@settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(candidates=CANDIDATES, draws=st.tuples(DRAW, DRAW))
+@example(candidates=[Candidate(0.1, 0), Candidate(0.2, 0), Candidate(0.3, 0)], draws=(0.9999999999999999, 0.5))
+def test_lua_and_python_choose_alike(
+    acquirer: Acquirer, policy: str, candidates: list[Candidate], draws: tuple[float, float]
+) -> None:
+    check_twins(acquirer, policy, candidates, draws)
+
+
+@pytest.mark.parametrize("last_is_best", [True, False])
+def test_a_fleet_larger_than_one_batch_of_500(acquirer: Acquirer, policy: str, last_is_best: bool) -> None:
+    candidates = [Candidate(1.0, 2, 0.5) for _ in range(1203)]
+    best = 1202 if last_is_best else 500
+    candidates[best] = Candidate(1e6, 1, 0.25)
+    check_twins(acquirer, policy, candidates, (0.999, 0.5))
+    if policy != "random":
+        assert acquirer.counts(acquirer.keys.ledger("w")) == {f"http://n{best}": 1}

@@ -1,0 +1,115 @@
+"""Fixtures: one private Redis for the session, a namespace of its own for each test, engines, deployments.
+
+After each test that used a deployment the quiet check runs, while the deployment still does; then every
+deployment is stopped and must leave no process behind.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.deployment import Deployment
+from tests.support.engine import SimulatedEngine
+from tests.support.loop import LoopThread
+from tests.support.quiet import quiet_check
+from tests.support.redis import PrivateRedis, Space, TcpProxy
+from tests.support.wait import eventually
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "not_quiet(reason): the quiet check can't hold after this test; say why")
+
+
+@pytest.fixture(scope="session")
+def engine_loop() -> Iterator[LoopThread]:
+    """The loop that all simulated engines share, in a thread of its own."""
+    loop = LoopThread()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[PrivateRedis]:
+    with PrivateRedis(tcp=True) as server:
+        yield server
+
+
+@pytest.fixture
+def redis(redis_server: PrivateRedis) -> Iterator[Space]:
+    """A fresh namespace on a Redis that answers, whatever the test before did to it."""
+    redis_server.ensure_running()
+    space = Space(redis_server, f"t{secrets.token_hex(6)}")
+    yield space
+    redis_server.ensure_running()
+    space.clear()
+
+
+@pytest.fixture
+def slow_road(redis_server: PrivateRedis, engine_loop: LoopThread) -> Iterator[TcpProxy]:
+    """A TCP road to the Redis of the session; `.url`, `.delay_s`."""
+    with TcpProxy(redis_server.socket, loop=engine_loop) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def engine_factory(engine_loop: LoopThread) -> Iterator[Callable[..., SimulatedEngine]]:
+    """`engine_factory(ttft_s=0.1)`: a started engine that ends with the test; `.made` lists them."""
+    made: list[SimulatedEngine] = []
+
+    def make(**options: Any) -> SimulatedEngine:
+        made.append(SimulatedEngine(loop=engine_loop, **options))
+        return made[-1]
+
+    make.made = made  # type: ignore[attr-defined]
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def deployment_factory(
+    redis: Space, engine_factory: Callable[..., SimulatedEngine], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Deployment]]:
+    """`deployment_factory(workers=2, settings={...})`: a started deployment on the test's namespace.
+
+    `redis=None` takes the embedded Redis. Masters made by `second_master` end with it.
+    """
+    made: list[Deployment] = []
+
+    def make(workers: int = 2, **options: Any) -> Deployment:
+        options.setdefault("redis", redis)
+        made.append(Deployment(workers, **options))
+        return made[-1]
+
+    yield make
+    made += [other for deployment in made for other in deployment.others]
+    try:
+        if made and request.node.get_closest_marker("not_quiet") is None:
+            _quiet(made, engine_factory.made)  # type: ignore[attr-defined]
+        _stop(made)
+    finally:
+        for deployment in made:
+            deployment.close()
+
+
+def _quiet(made: list[Deployment], engines: list[SimulatedEngine]) -> None:
+    spaces = {(s.url, s.namespace): s for d in made if (s := d.space) is not None}
+    for space in spaces.values():
+        space.server.resume()
+        quiet_check(space, engines=engines)
+    for deployment in made:
+        if deployment.space is None and deployment.process is not None and deployment.process.running:
+            eventually(lambda d=deployment: not any(d.unfinished().values()))  # type: ignore[misc]
+            eventually(lambda: not any(engine.in_flight for engine in engines))
+
+
+def _stop(made: list[Deployment]) -> None:
+    for deployment in made:
+        if deployment.process is not None and deployment.process.running:
+            deployment.stop()
+    left = [line for deployment in made for line in deployment.left_behind]
+    assert not left, f"processes left behind: {left}"

@@ -1,0 +1,353 @@
+"""What stands in for the parts behind the HTTP face, and two ways to talk to it: ASGI calls and sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from pydantic import SecretStr
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from app.dispatch.answer import EngineRequest, Outcome
+from app.http.routes import HttpFace, build_app
+from app.nodes import Node, Role, State
+from app.settings import Settings
+from app.store.registry import NodeStatus
+from app.store.snapshot import Snapshot
+
+Pairs = list[tuple[bytes, bytes]]
+JSON: Pairs = [(b"content-type", b"application/json")]
+SSE: Pairs = [(b"content-type", b"text/event-stream; charset=utf-8")]
+CHAT = b'{"model":"m","messages":[]}'
+HANG = object()
+
+
+class FakeAnswer:
+    """An engine's answer from a script: bytes to give, exceptions to raise, HANG to wait for ever, callables to await."""
+
+    def __init__(self, *script: Any, status: int = 200, headers: Pairs | None = None) -> None:
+        self.status = status
+        self.headers = JSON if headers is None else headers
+        self.url = "http://engine:1"
+        self.script = list(script)
+        self.reads = 0
+        self.outcomes: list[Outcome] = []
+        self.closed_at_s: float | None = None
+
+    async def read(self) -> bytes:
+        assert not self.outcomes, "read after close"
+        self.reads += 1
+        if not self.script:
+            return b""
+        item = self.script.pop(0)
+        if item is HANG:
+            await asyncio.Event().wait()
+        if isinstance(item, BaseException):
+            raise item
+        if callable(item):
+            item = await item()
+        assert isinstance(item, bytes)
+        return item
+
+    def close(self, outcome: Outcome) -> None:
+        if self.closed_at_s is None:
+            self.closed_at_s = time.monotonic()
+        self.outcomes.append(outcome)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return self.outcomes[0] if self.outcomes else None
+
+
+class FakeHybrid:
+    """Opens the answers of a script, in order; an exception is raised, HANG waits until it is cancelled."""
+
+    def __init__(self, *script: Any) -> None:
+        self.script = list(script)
+        self.requests: list[EngineRequest] = []
+        self.opened: list[FakeAnswer] = []
+        self.waiting = 0
+        self.cancelled_at_s: float | None = None
+
+    async def open(self, request: EngineRequest) -> FakeAnswer:
+        self.requests.append(request)
+        item = self.script.pop(0) if self.script else FakeAnswer(b"{}")
+        if callable(item):
+            item = item()
+        if item is HANG:
+            self.waiting += 1
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancelled_at_s = time.monotonic()
+                raise
+            finally:
+                self.waiting -= 1
+        if isinstance(item, BaseException):
+            raise item
+        assert isinstance(item, FakeAnswer)
+        self.opened.append(item)
+        return item
+
+    def unreleased(self) -> list[FakeAnswer]:
+        return [answer for answer in self.opened if not answer.outcomes]
+
+
+class FakeRegistry:
+    """A registry in memory; `trouble` is raised by everything that would go to Redis."""
+
+    def __init__(self, *nodes: Node) -> None:
+        self.snapshot = Snapshot(1, {node.url: node for node in nodes})
+        self.calls: list[tuple[Any, ...]] = []
+        self.unfinished: dict[str, int] = {}
+        self.latency_s: dict[str, list[float]] = {}
+        self.trouble: Exception | None = None
+
+    def _write(self, nodes: dict[str, Node], keys: dict[str, str]) -> None:
+        self.snapshot = Snapshot(self.snapshot.version + 1, nodes, keys)
+
+    def _check(self) -> None:
+        if self.trouble is not None:
+            raise self.trouble
+
+    async def add(
+        self,
+        url: str,
+        *,
+        role: Role,
+        models: tuple[str, ...],
+        speed: float | None,
+        key: str | None,
+        asked: bool = False,
+        static: bool = False,
+    ) -> None:
+        self._check()
+        self.calls.append(("add", url, role, models, speed, key, asked))
+        node = Node(url, role=role, models=models, speed=speed, asked=asked)
+        keys = dict(self.snapshot.engine_keys) | ({url: key} if key else {})
+        self._write({**self.snapshot.nodes, url: node}, keys)
+
+    async def remove(self, url: str) -> bool:
+        self._check()
+        self.calls.append(("remove", url))
+        nodes = dict(self.snapshot.nodes)
+        known = nodes.pop(url, None) is not None
+        self._write(nodes, dict(self.snapshot.engine_keys))
+        return known
+
+    async def drain(self, url: str, timeout_s: float) -> bool:
+        self._check()
+        self.calls.append(("drain", url, timeout_s))
+        node = self.snapshot.nodes.get(url)
+        if node is None:
+            return False
+        self._write(
+            {**self.snapshot.nodes, url: dataclasses.replace(node, state=State.DRAINING)},
+            dict(self.snapshot.engine_keys),
+        )
+        return True
+
+    async def status(self) -> dict[str, NodeStatus]:
+        self._check()
+        return {
+            url: NodeStatus(node, self.unfinished.get(url, 0), self.latency_s.get(url, []))
+            for url, node in self.snapshot.nodes.items()
+        }
+
+
+class FakeEngines:
+    """Engines' own routes: a list of models or an exception by URL."""
+
+    def __init__(self) -> None:
+        self.lists: dict[str, tuple[str, ...] | Exception] = {}
+        self.refusals: dict[str, Exception] = {}
+        self.calls: list[tuple[str, str, str | None]] = []
+
+    async def models(self, url: str, key: str | None) -> tuple[str, ...]:
+        self.calls.append(("models", url, key))
+        answer = self.lists[url]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def terminate(self, url: str, key: str | None) -> None:
+        self.calls.append(("terminate", url, key))
+        if url in self.refusals:
+            raise self.refusals[url]
+
+
+class World:
+    """One HTTP face with fakes behind it."""
+
+    def __init__(self, *script: Any, nodes: Sequence[Node] = (), **settings: Any) -> None:
+        for name in ("api_keys", "admin_keys"):
+            if name in settings:
+                settings[name] = tuple(SecretStr(key) for key in settings[name])
+        self.settings = Settings(**settings)
+        self.hybrid = FakeHybrid(*script)
+        self.registry = FakeRegistry(*nodes)
+        self.engines = FakeEngines()
+        self.store_trouble: str | None = None
+        self.app: HttpFace = build_app(
+            settings=self.settings,
+            registry=self.registry,
+            hybrid=self.hybrid,  # type: ignore[arg-type]
+            engine_client=self.engines,
+            store_ok=lambda: self.store_trouble,
+        )
+
+    async def ask(self, method: str, path: str, body: bytes | Iterable[bytes] = b"", **more: Any) -> Reply:
+        call = Call(self.app, method, path, body, **more)
+        await call.run()
+        return call.reply()
+
+    async def post(self, body: bytes | Iterable[bytes] = CHAT, **more: Any) -> Reply:
+        return await self.ask("POST", more.pop("path", "/v1/chat/completions"), body, **more)
+
+    async def json(self, method: str, path: str, value: Any = None, **more: Any) -> Reply:
+        return await self.ask(method, path, b"" if value is None else json.dumps(value).encode(), **more)
+
+
+@dataclasses.dataclass
+class Reply:
+    status: int
+    headers: Pairs
+    body: bytes
+    complete: bool
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return self.json()["error"]  # type: ignore[no-any-return]
+
+    def header(self, name: bytes) -> bytes | None:
+        return next((value for key, value in self.headers if key.lower() == name), None)
+
+
+class Call:
+    """One ASGI call, as a server would make it. `leave()` disconnects; `gate` holds back sends of body bytes."""
+
+    def __init__(
+        self,
+        app: Any,
+        method: str,
+        path: str,
+        body: bytes | Iterable[bytes] = b"",
+        *,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        client: tuple[str, int] | None = ("127.0.0.1", 50000),
+        raw_path: bytes | None = None,
+        query: bytes = b"",
+        scheme: str = "http",
+    ) -> None:
+        path, _, more_query = path.partition("?")
+        self.app = app
+        self.scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": raw_path if raw_path is not None else path.encode(),
+            "query_string": query or more_query.encode(),
+            "root_path": "",
+            "scheme": scheme,
+            "headers": [(b"host", b"evenhand.test"), *headers],
+            "client": client,
+            "server": ("127.0.0.1", 8000),
+            "state": {},
+        }
+        chunks = [body] if isinstance(body, bytes) else list(body)
+        self.messages: list[dict[str, Any]] = [
+            {"type": "http.request", "body": chunk, "more_body": i < len(chunks) - 1} for i, chunk in enumerate(chunks)
+        ]
+        self.sent: list[dict[str, Any]] = []
+        self.gate: asyncio.Event | None = None
+        self.receives = 0
+        self._left = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    def leave(self) -> None:
+        self._left.set()
+        if self.gate is not None:
+            self.gate.set()  # as uvicorn: a lost connection wakes a blocked send
+
+    async def receive(self) -> dict[str, Any]:
+        self.receives += 1
+        assert self.receives_waiting == 0, "two tasks wait in receive()"
+        if self.messages:
+            return self.messages.pop(0)
+        self.receives_waiting += 1
+        try:
+            await self._left.wait()
+        finally:
+            self.receives_waiting -= 1
+        return {"type": "http.disconnect"}
+
+    receives_waiting = 0
+
+    async def send(self, message: dict[str, Any]) -> None:
+        if self.gate is not None and message["type"] == "http.response.body":
+            await self.gate.wait()
+        if not self._left.is_set():
+            self.sent.append(message)
+
+    async def run(self) -> None:
+        await asyncio.wait_for(self.app(self.scope, self.receive, self.send), 5)
+
+    def start(self) -> Call:
+        self.task = asyncio.create_task(self.run())
+        return self
+
+    def reply(self) -> Reply:
+        start = self.sent[0]
+        assert start["type"] == "http.response.start"
+        bodies = self.sent[1:]
+        assert all(message["type"] == "http.response.body" for message in bodies)
+        complete = bool(bodies) and not bodies[-1].get("more_body", False)
+        return Reply(start["status"], list(start["headers"]), b"".join(m.get("body", b"") for m in bodies), complete)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(m.get("body", b"") for m in self.sent if m["type"] == "http.response.body")
+
+
+async def until(condition: Callable[[], bool], within_s: float = 2.0) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def listening(app: Callable[..., Awaitable[None]]) -> AsyncIterator[int]:
+    """The app behind uvicorn's real protocol (httptools) on a loopback port."""
+    config = Config(app, http="httptools", lifespan="off", log_config=None, proxy_headers=False)
+    config.load()
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: HttpToolsProtocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+    )
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for connection in list(state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
+        await until(lambda: not state.tasks)
+
+
+def request_bytes(
+    body: bytes = CHAT, path: str = "/v1/chat/completions", headers: Sequence[str] = (), method: str = "POST"
+) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: evenhand.test", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body

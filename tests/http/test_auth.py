@@ -1,0 +1,141 @@
+"""Who may do what."""
+
+from __future__ import annotations
+
+import hmac
+
+import pytest
+
+from app.errors import EvenhandError, Forbidden, Unauthorized
+from app.http.auth import Authority
+
+LOOPBACK = ("127.0.0.0/8", "::1/128")
+STRANGER = "203.0.113.9"
+
+
+def authority(api: str = "", admin: str = "", trusted: tuple[str, ...] = LOOPBACK) -> Authority:
+    return Authority(api_keys=api.split(), admin_keys=admin.split(), trusted_networks=trusted)
+
+
+def bearer(key: str, scheme: str = "Bearer") -> list[tuple[bytes, bytes]]:
+    return [(b"host", b"127.0.0.1:8000"), (b"authorization", f"{scheme} {key}".encode())]
+
+
+def client_says(who: Authority, headers: list[tuple[bytes, bytes]]) -> type[EvenhandError] | None:
+    try:
+        who.check_client(headers)
+    except EvenhandError as e:
+        return type(e)
+    return None
+
+
+def admin_says(who: Authority, headers: list[tuple[bytes, bytes]], peer: str | None) -> type[EvenhandError] | None:
+    try:
+        who.check_admin(headers, peer)
+    except EvenhandError as e:
+        return type(e)
+    return None
+
+
+def test_without_api_keys_clients_need_none() -> None:
+    assert client_says(authority(admin="a"), []) is None
+
+
+@pytest.mark.parametrize("key", ["k1", "k2", "k3"])
+def test_every_api_key_opens(key: str) -> None:
+    assert client_says(authority("k1 k2 k3"), bearer(key)) is None
+    assert client_says(authority("k1 k2 k3"), bearer(key, "bEARER")) is None
+
+
+@pytest.mark.parametrize("key", ["", "k", "k11", "K1", "k1 k2", "\xe4", "a1"])
+def test_other_keys_do_not(key: str) -> None:
+    assert client_says(authority("k1 k2", "a1"), bearer(key)) is Unauthorized
+
+
+def test_only_bearer_counts() -> None:
+    assert client_says(authority("k1"), bearer("k1", "Basic")) is Unauthorized
+    assert client_says(authority("k1"), [(b"x-api-key", b"k1")]) is Unauthorized
+    assert client_says(authority("k1"), []) is Unauthorized
+
+
+def test_every_key_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bytes] = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        seen.append(b)
+        return a == b
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    authority("k1 k2 k3").check_client(bearer("k1"))
+    assert seen == [b"k1", b"k2", b"k3"]
+
+
+def test_R82_client_key_on_an_admin_route_is_403_no_key_401_wrong_key_401() -> None:
+    who = authority("client", "admin")
+    assert admin_says(who, bearer("admin"), STRANGER) is None
+    assert admin_says(who, bearer("client"), STRANGER) is Forbidden
+    assert admin_says(who, [], STRANGER) is Unauthorized
+    assert admin_says(who, bearer("wrong"), STRANGER) is Unauthorized
+
+
+def test_api_keys_are_admin_keys_where_there_are_no_others() -> None:
+    assert admin_says(authority("client"), bearer("client"), STRANGER) is None
+    assert admin_says(authority("client"), [], STRANGER) is Unauthorized
+
+
+def test_without_any_key_only_trusted_peers_administrate() -> None:
+    assert admin_says(authority(), [], "127.0.0.1") is None
+    assert admin_says(authority(), [], STRANGER) is Forbidden
+
+
+@pytest.mark.parametrize("peer", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1", "::1%lo"])
+def test_loopback_is_trusted_by_default(peer: str) -> None:
+    assert admin_says(authority("c", "a"), [], peer) is None
+
+
+@pytest.mark.parametrize("peer", [None, "", "testclient", STRANGER, "::ffff:203.0.113.9", "fe80::1%eth0", "127.0.0.1.x"])
+def test_others_are_not_and_a_unix_socket_is_nobody(peer: str | None) -> None:
+    assert admin_says(authority("c", "a"), [], peer) is Unauthorized
+
+
+def test_trusted_networks_are_what_the_operator_says() -> None:
+    assert admin_says(authority("c", "a", ("10.0.0.0/8", "fd00::/8")), [], "10.9.9.9") is None
+    assert admin_says(authority("c", "a", ("10.0.0.0/8", "fd00::/8")), [], "fd00::1") is None
+    assert admin_says(authority("c", "a", ("10.0.0.0/8",)), [], "127.0.0.1") is Unauthorized
+    assert admin_says(authority("c", "a", ()), [], "127.0.0.1") is Unauthorized
+
+
+def test_forwarded_for_is_not_believed() -> None:
+    spoofed = [(b"x-forwarded-for", b"127.0.0.1"), (b"forwarded", b"for=127.0.0.1"), (b"x-real-ip", b"127.0.0.1")]
+    assert admin_says(authority("c", "a"), spoofed, STRANGER) is Unauthorized
+
+
+HOST = (b"host", b"127.0.0.1:8000")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [HOST, (b"sec-fetch-site", b"cross-site")],
+        [HOST, (b"sec-fetch-site", b"same-site")],
+        [HOST, (b"origin", b"http://evil.test")],
+        [HOST, (b"origin", b"null")],
+        [HOST, (b"origin", b"http://127.0.0.1:9999")],
+        [(b"host", b"evil.test:8000"), (b"origin", b"http://evil.test:8000"), (b"sec-fetch-site", b"same-origin")],
+        [(b"host", b"evil.test:8000"), (b"sec-fetch-site", b"none")],
+    ],
+)
+def test_a_foreign_page_in_a_trusted_hosts_browser_needs_a_key(headers: list[tuple[bytes, bytes]]) -> None:
+    assert admin_says(authority("c", "a"), headers, "127.0.0.1") is Unauthorized
+    assert admin_says(authority(), headers, "127.0.0.1") is Forbidden
+    assert admin_says(authority("c", "a"), [*headers, (b"authorization", b"Bearer a")], "127.0.0.1") is None
+
+
+@pytest.mark.parametrize("host", [b"127.0.0.1:8000", b"localhost:8000", b"[::1]:8000"])
+def test_our_own_docs_page_in_a_trusted_hosts_browser_needs_none(host: bytes) -> None:
+    headers = [(b"host", host), (b"origin", b"http://" + host), (b"sec-fetch-site", b"same-origin")]
+    assert admin_says(authority("c", "a"), headers, "127.0.0.1") is None
+
+
+def test_keys_are_never_shown() -> None:
+    assert "secret" not in repr(authority("secret1", "secret2"))

@@ -1,0 +1,94 @@
+"""Multipart forms: the model anywhere in them, files untouched."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import BadRequest
+from app.http.form import MAX_PARTS, is_form, model_of_form
+
+TYPE = b"multipart/form-data; boundary=XX"
+
+
+def form(*parts: tuple[str, bytes], boundary: bytes = b"XX") -> bytes:
+    body = b""
+    for disposition, content in parts:
+        body += b"--%s\r\nContent-Disposition: form-data; %s\r\n\r\n%s\r\n" % (boundary, disposition.encode(), content)
+    return body + b"--%s--\r\n" % boundary
+
+
+def model_of(body: bytes, content_type: bytes = TYPE, allow: bool = False) -> str:
+    return model_of_form(content_type, body, allow_transfer_params=allow)
+
+
+def refused(body: bytes, content_type: bytes = TYPE) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        model_of(body, content_type)
+    return caught.value
+
+
+FILE = ('name="file"; filename="a.wav"', b"\x00\r\n--X\r\n\r\nmodel\r\n")
+
+
+@pytest.mark.parametrize("parts", [[FILE, ('name="model"', b"m")], [('name="model"', b"m"), FILE]])
+def test_model_is_found_wherever_it_stands(parts: list[tuple[str, bytes]]) -> None:
+    assert model_of(form(*parts)) == "m"
+
+
+def test_unquoted_name_quoted_boundary_and_preamble() -> None:
+    assert model_of(b"preamble\r\n" + form(("name=model", b"m")), b'Multipart/Form-Data; boundary="XX"') == "m"
+
+
+def test_a_file_called_model_is_no_model() -> None:
+    assert refused(form(('name="file"; filename="; name=model"', b"m"))).param == "model"
+
+
+def test_empty_content_is_read_as_empty() -> None:
+    assert model_of(form(('name="prompt"', b""), ('name="model"', b"m"))) == "m"
+    assert refused(form(('name="model"', b""))).param == "model"
+
+
+def test_of_a_repeated_model_the_last_counts() -> None:
+    assert model_of(form(('name="model"', b"a"), ('name="model"', b"b"))) == "b"
+
+
+def test_internal_field_is_refused() -> None:
+    body = form(('name="model"', b"m"), ('name="kv_transfer_params"', b"{}"))
+    assert refused(body).param == "kv_transfer_params"
+    assert model_of(body, allow=True) == "m"
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type"),
+    [
+        (form(('name="model"', b"m")), b"multipart/form-data"),
+        (b"", TYPE),
+        (b"hello", TYPE),
+        (b"--XX\r\n", TYPE),
+        (b'--XX\r\nContent-Disposition: form-data; name="model"\r\n\r\nm', TYPE),
+        (form(('name="model"', b"m"), boundary=b"YY"), TYPE),
+        (form(*[('name="a"', b"")] * (MAX_PARTS + 1)), TYPE),
+        (b"--XX\r\nA: " + b"a" * 10_000 + b"\r\n\r\n\r\n--XX--", TYPE),
+    ],
+)
+def test_a_form_that_is_none_is_a_400(body: bytes, content_type: bytes) -> None:
+    assert refused(body, content_type).status == 400
+
+
+def test_model_must_be_utf8() -> None:
+    assert refused(form(('name="model"', b"\xff"))).param == "model"
+
+
+def test_is_form() -> None:
+    assert is_form(TYPE) and is_form(b"Multipart/Form-Data")
+    assert not is_form(b"application/json") and not is_form(None)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_give_a_model_or_a_400(body: bytes) -> None:
+    try:
+        assert model_of(body)
+    except BadRequest:
+        pass

@@ -1,0 +1,287 @@
+"""What the integration tests stand on: deployments that several tests share, and load that runs beside a test.
+
+A deployment takes a second or more to start and a test mostly waits for others, so the tests of a file share one
+wherever the settings allow. What keeps them apart is the model: each test's engines serve one of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from tests.support import load
+from tests.support.deployment import Deployment
+from tests.support.engine import SimulatedEngine
+from tests.support.http import Reply
+from tests.support.quiet import quiet_check
+from tests.support.redis import PrivateRedis, Space
+from tests.support.wait import eventually
+
+T = TypeVar("T")
+
+EngineFactory = Callable[..., SimulatedEngine]
+
+
+class Fleet:
+    """Deployments of one file, by name: started at first use, again if a test left one dead, stopped at the end.
+
+    Args:
+        masters: so many gunicorn masters a deployment, as on so many hosts.
+    """
+
+    def __init__(self, server: PrivateRedis | None, *, masters: int = 1, **deployment: Any) -> None:
+        self.server = server
+        self._masters = masters
+        self._options = deployment
+        self._running: dict[str, tuple[Space, list[Deployment]]] = {}
+
+    def get(self, name: str = "", **settings: Any) -> tuple[Space, list[Deployment]]:
+        """`settings` go over those of the fleet; they belong to the name."""
+        assert self.server is not None
+        self.server.ensure_running()
+        held = self._running.get(name)
+        if held is None or not all(d.process is not None and d.process.running for d in held[1]):
+            if held is not None:
+                _close(held[1])
+            space = Space(self.server, f"t{secrets.token_hex(6)}")
+            options = {"redis": space, **self._options}
+            options["settings"] = {**options.get("settings", {}), **settings}
+            self._running[name] = space, [Deployment(**options) for _ in range(self._masters)]
+        return self._running[name]
+
+    def close(self) -> None:
+        left = []
+        for space, masters in self._running.values():
+            for master in masters:
+                if master.process is not None and master.process.running:
+                    master.stop()
+                left += master.left_behind
+            _close(masters)
+            space.clear()
+        assert not left, f"processes left behind: {left}"
+
+
+def _close(masters: Sequence[Deployment]) -> None:
+    for master in masters:
+        master.close()
+
+
+class Stage:
+    """One test's part of a shared deployment: a model of its own, its engines and what counts on them."""
+
+    def __init__(self, space: Space, masters: Sequence[Deployment], make: EngineFactory) -> None:
+        self.space = space
+        self.masters = list(masters)
+        self.deployment = self.masters[0]
+        self.urls = [master.url for master in self.masters]
+        self.model = f"model-{secrets.token_hex(4)}"
+        self._make = make
+        self.made: list[SimulatedEngine] = []
+
+    def engine(self, *, speed: float | None = None, ready: bool = True, **knobs: Any) -> SimulatedEngine:
+        return self.engines(1, speeds=[speed], ready=ready, **knobs)[0]
+
+    def engines(
+        self, count: int, *, speeds: Sequence[float | None] = (), ready: bool = True, **knobs: Any
+    ) -> list[SimulatedEngine]:
+        """Started and registered, all ready; `speeds` one by one."""
+        made = [self._make(**({"models": (self.model,)} | knobs)) for _ in range(count)]
+        self.made += made
+        for i, engine in enumerate(made):
+            self.deployment.add(engine, ready=False, **({"speed": speeds[i]} if speeds and speeds[i] else {}))
+        if ready:
+            self.deployment.wait_for_state("ready", *made)
+            for other in self.masters[1:]:
+                other.wait_for_state("ready", *made)
+        return made
+
+    def counts(self, *engines: SimulatedEngine) -> tuple[int, ...]:
+        """Unfinished of each (default: all of the test), read from Redis in one command."""
+        urls = [engine.url for engine in engines or self.made]
+        return tuple(int(n or 0) for n in self.space.client.hmget(self.space.key("unfinished"), urls))
+
+    def worker_ids(self) -> list[str]:
+        found: list[str] = self.space.cli("ZRANGE", self.space.key("workers"), 0, -1)
+        return found
+
+    def id_of(self, pid: int) -> str:
+        """The id that a worker process has in Redis: `<host>-<pid>-<random>`."""
+        found = [worker for worker in self.worker_ids() if worker.split("-")[-2] == str(pid)]
+        assert len(found) == 1, f"{pid} in {self.worker_ids()}"
+        return found[0]
+
+    def share(self, worker: str, engine: SimulatedEngine) -> int:
+        """What one worker's ledger in Redis says about a node."""
+        return int(self.space.cli("HGET", self.space.key(f"unfinished:{worker}"), engine.url) or 0)
+
+    def state(self, engine: SimulatedEngine, deployment: Deployment | None = None) -> str | None:
+        found: str | None = (deployment or self.deployment).nodes("?all=1").get(engine.url, {}).get("state")
+        return found
+
+    def many(self, n: int, **options: Any) -> Future[list[load.Answer]]:
+        """`n` chats over all masters, in the background."""
+        return start(load.many(self.urls, n, **({"model": self.model} | options)))
+
+    def traffic(self, **options: Any) -> Traffic:
+        return Traffic(self.urls, **({"model": self.model} | options))
+
+    def close(self) -> None:
+        """The quiet check, and none of the test's nodes stays."""
+        try:
+            quiet_check(self.space, engines=self.made)
+        finally:
+            for engine in self.made:
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    self.deployment.post("/nodes/remove", {"url": engine.url})
+
+
+@contextlib.contextmanager
+def staged(space: Space, masters: Sequence[Deployment], make: EngineFactory) -> Iterator[Stage]:
+    """A stage, closed properly if the test went well, else left to the next quiet moment of the deployment."""
+    stage = Stage(space, masters, make)
+    yield stage
+    space.server.ensure_running()
+    stage.close()
+
+
+def start(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Run `work` in a loop and a thread of its own; the test goes on beside it."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(asyncio.run(work))
+        except BaseException as e:
+            future.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+class Traffic:
+    """Chats at a steady pace while the block runs, whatever happens to those before; `answers` as they end."""
+
+    def __init__(self, urls: Sequence[str], *, every_s: float = 0.02, **options: Any) -> None:
+        self.answers: list[load.Answer] = []
+        self._urls = urls
+        self._every_s = every_s
+        self._options = options
+        self._over = threading.Event()
+        self._running: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        self._running = start(self._run())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self._over.set()
+        assert self._running is not None
+        self._running.result(60)
+
+    @property
+    def failed(self) -> list[tuple[int, Exception | None, bytes]]:
+        return [(a.status, a.error, a.body) for a in self.answers if not a.ok]
+
+    def since(self, at_s: float) -> list[load.Answer]:
+        """Those that were asked after `at_s` and have ended."""
+        return [answer for answer in self.answers if answer.started_s >= at_s]
+
+    async def _run(self) -> None:
+        due_s = time.monotonic()
+        number = 0
+        async with load.session(keep_alive=False) as client, asyncio.TaskGroup() as group:
+            while not self._over.is_set():
+                group.create_task(self._one(self._urls[number % len(self._urls)], client))
+                number += 1
+                due_s += self._every_s
+                await asyncio.sleep(max(due_s - time.monotonic(), 0))
+
+    async def _one(self, url: str, client: Any) -> None:
+        self.answers.append(await load.chat(url, client=client, **self._options))
+
+
+class Lane:
+    """A connection that stays with one worker."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        self.get("/health")
+
+    def get(self, path: str) -> Reply:
+        self._connection.request("GET", path)
+        return self._reply()
+
+    def chat(self, model: str, **fields: Any) -> Reply:
+        self._ask(model, fields)
+        return self._reply()
+
+    def stream(self, model: str, **fields: Any) -> http.client.HTTPResponse:
+        """Its head has come; the rest waits in the socket until it is read."""
+        self._ask(model, {"stream": True, **fields})
+        return self._connection.getresponse()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _ask(self, model: str, fields: Mapping[str, Any]) -> None:
+        value = {"model": model, "messages": [{"role": "user", "content": "hello"}], **fields}
+        headers = {"content-type": "application/json"}
+        self._connection.request("POST", "/v1/chat/completions", json.dumps(value), headers)
+
+    def _reply(self) -> Reply:
+        answer = self._connection.getresponse()
+        return Reply(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+
+
+@contextlib.contextmanager
+def lanes(deployment: Deployment, pid: int, count: int) -> Iterator[list[Lane]]:
+    """`count` connections that the worker `pid` took; the others stand still while they are made."""
+    others = [other for other in deployment.worker_pids() if other != pid]
+    made: list[Lane] = []
+    try:
+        with frozen(*others):
+            made += [Lane(deployment.port) for _ in range(count)]
+        yield made
+    finally:
+        for lane in made:
+            lane.close()
+
+
+@contextlib.contextmanager
+def frozen(*pids: int) -> Iterator[None]:
+    """The processes stand still (SIGSTOP) while the block runs."""
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        for pid in pids:
+            eventually(lambda pid=pid: state_of(pid) == "T")  # type: ignore[misc]
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter for what a process does: R, S, T (stopped), Z, ..."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def during(for_s: float, *, every_s: float = 0.02) -> Iterator[float]:
+    """Moments to look at something that must hold for `for_s`; each one's distance from the first."""
+    begun_s = time.monotonic()
+    while (past_s := time.monotonic() - begun_s) < for_s:
+        yield past_s
+        time.sleep(every_s)

@@ -1,0 +1,192 @@
+"""Workers and hosts that die, freeze or are told to end, and clients that leave: every count is given back, once."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.integration.stage import EngineFactory, Fleet, Stage, frozen, lanes, staged, start
+from tests.integration.test_strategies import served
+from tests.support import load
+from tests.support.deployment import Deployment
+from tests.support.quiet import quiet_check
+from tests.support.redis import PrivateRedis, Space
+from tests.support.wait import eventually
+
+LEASE_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def four(redis_server: PrivateRedis) -> Iterator[Fleet]:
+    fleet = Fleet(redis_server, workers=4, settings={"lease_s": LEASE_S, "probe_interval_s": 1, "grace_s": 10})
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def stage(four: Fleet, engine_factory: EngineFactory) -> Iterator[Stage]:
+    with staged(*four.get(), engine_factory) as one:
+        yield one
+
+
+# --- workers
+
+
+def test_r08_counts_of_a_killed_worker_are_given_back_and_no_others(stage: Stage) -> None:
+    engine = stage.engine(gap_s=0.1, chunks=40)
+    victim, *others = stage.deployment.worker_pids()
+    others_streams = []
+    for pid in others:
+        lane_block = lanes(stage.deployment, pid, 5)
+        others_streams.append((lane_block, [lane.stream(stage.model) for lane in lane_block.__enter__()]))
+    with lanes(stage.deployment, victim, 30) as doomed:
+        for lane in doomed:
+            lane.stream(stage.model)
+        victim_id, other_ids = stage.id_of(victim), [stage.id_of(pid) for pid in others]
+        assert stage.counts(engine) == (45,)
+        assert [stage.share(worker, engine) for worker in [victim_id, *other_ids]] == [30, 5, 5, 5]
+
+        os.kill(victim, signal.SIGKILL)
+        killed_s = time.monotonic()
+        seen = []
+        while not seen or seen[-1] != 15:
+            seen.append(stage.counts(engine)[0])
+            assert [stage.share(worker, engine) for worker in other_ids] == [5, 5, 5]
+            assert time.monotonic() - killed_s < 10, seen[-1]
+        assert set(seen) <= {45, 15}, "it is given back in one step"
+    assert victim_id not in stage.worker_ids()
+    assert f"unfinished:{victim_id}" not in stage.space.key_names()
+    stage.deployment.wait_for_workers(4, without=[victim])
+    assert len(engine.aborts) == 30
+    for lane_block, streams in others_streams:
+        assert all(stream.read().endswith(b"data: [DONE]\n\n") for stream in streams)
+        lane_block.__exit__(None, None, None)
+    eventually(lambda: stage.counts(engine) == (0,))
+    eventually(lambda: len(stage.worker_ids()) == 4, within_s=5)  # the new one takes part
+    assert stage.many(8).result(10)[0].ok
+
+
+def test_r08_counts_of_a_lost_host_end_with_its_lease(
+    stage: Stage, deployment_factory: Callable[..., Deployment]
+) -> None:
+    engine = stage.engine(gap_s=0.1, chunks=60)
+    lost = deployment_factory(2, redis=stage.space, settings=stage.deployment.settings)
+    lost_streams = start(load.many(lost.url, 20, model=stage.model, stream=True))
+    kept_streams = stage.many(10, stream=True)
+    eventually(lambda: stage.counts(engine) == (30,))
+    lost.kill()  # the master too: nobody on that host can give anything back
+    killed_s = time.monotonic()
+    seen = []
+    while not seen or seen[-1] != 10:
+        seen.append(stage.counts(engine)[0])
+        assert time.monotonic() - killed_s < LEASE_S + 3, seen[-1]
+    assert min(seen) == 10, "nobody else's counts may change, not for a moment"
+    assert time.monotonic() - killed_s > LEASE_S - 1.5, "a lease that was renewed a second ago has not ended yet"
+    eventually(lambda: len(stage.worker_ids()) == 4)
+    assert not any(answer.done for answer in lost_streams.result(10))
+    assert all(answer.done for answer in kept_streams.result(20))
+
+
+def test_worker_frozen_for_longer_than_its_lease_counts_again_when_it_is_back(stage: Stage) -> None:
+    engine = stage.engine(gap_s=0.1, chunks=70)
+    sleeper, *others = stage.deployment.worker_pids()
+    sleeper_id = stage.id_of(sleeper)
+    with lanes(stage.deployment, sleeper, 10) as lane_list, lanes(stage.deployment, others[0], 5) as other_lanes:
+        streams = [lane.stream(stage.model) for lane in lane_list] + [ln.stream(stage.model) for ln in other_lanes]
+        assert stage.counts(engine) == (15,)
+        with frozen(sleeper):
+            eventually(lambda: stage.counts(engine) == (5,), within_s=LEASE_S + 3)
+            assert sleeper_id not in stage.worker_ids()
+        eventually(lambda: stage.counts(engine) == (15,), within_s=3)
+        assert engine.in_flight == 15
+        assert stage.share(stage.id_of(sleeper), engine) == 10
+        assert all(stream.read().endswith(b"data: [DONE]\n\n") for stream in streams)
+    eventually(lambda: stage.counts(engine) == (0,))
+    assert sleeper in stage.deployment.worker_pids(), "it was not replaced"
+
+
+def test_every_worker_killed_in_turn_under_load_leaves_nothing_counted(stage: Stage) -> None:
+    engines = stage.engines(2, gap_s=0.02, chunks=10)
+    with stage.traffic(every_s=0.02, stream=True) as traffic:
+        for pid in stage.deployment.worker_pids():
+            os.kill(pid, signal.SIGKILL)
+            stage.deployment.wait_for_workers(4, without=[pid])
+    assert sum(answer.done for answer in traffic.answers) > len(traffic.answers) / 2
+    eventually(lambda: len(stage.worker_ids()) == 4, within_s=5)
+    eventually(lambda: stage.counts() == (0, 0), within_s=2)
+    assert [engine.in_flight for engine in engines] == [0, 0]
+
+
+# --- clients
+
+
+def test_r03_clients_that_leave_at_any_moment_leave_no_count_behind(stage: Stage) -> None:
+    first, second = stage.engines(2, ttft_s=30)
+    chance = random.Random(3)
+    moments = [chance.uniform(0, 0.3) for _ in range(500)]
+    answers = stage.many(500, concurrency=100, each=lambda i: {"leave_after_s": moments[i]}).result(30)
+    assert all(answer.left for answer in answers)
+    assert sum(served([first, second])) > 200, "most must have reached an engine"
+    quiet_check(stage.space, engines=[first, second])
+    # An engine that was restarted draws no more than its half.
+    second.crash()
+    second.start()
+    stage.deployment.wait_for_state("ready", first, second)
+    for engine in (first, second):
+        engine.set(ttft_s=1)
+        engine.forget()
+    assert all(answer.ok for answer in stage.many(100).result(20))
+    assert served([first, second]) == [50, 50]
+
+
+def test_r03_clients_that_leave_in_mid_stream_leave_no_count_behind(stage: Stage) -> None:
+    engine = stage.engine(gap_s=0.02, chunks=100)
+    chance = random.Random(4)
+    after = [chance.randint(1, 20) for _ in range(200)]
+    leaving = stage.many(200, concurrency=50, stream=True, each=lambda i: {"leave_after_chunks": after[i]})
+    assert all(answer.left for answer in leaving.result(30))
+    eventually(lambda: len(engine.aborts) == 200, within_s=1)
+    quiet_check(stage.space, engines=[engine])
+
+
+# --- the proper end
+
+
+def test_sigterm_lets_streams_finish_and_leaves_no_process_and_no_worker_entry(
+    redis: Space, engine_factory: EngineFactory, deployment_factory: Callable[..., Deployment]
+) -> None:
+    engine = engine_factory(gap_s=0.1, chunks=15)
+    deployment = deployment_factory(2, settings={"grace_s": 10})
+    deployment.add(engine)
+    streams = start(load.many(deployment.url, 10, stream=True))
+    eventually(lambda: engine.in_flight == 10)
+    assert deployment.process is not None
+    deployment.process.send(signal.SIGTERM)
+    assert all(answer.done for answer in streams.result(10))
+    assert deployment.process.wait(5) == 0
+    assert deployment.process.left_behind == []
+    assert redis.cli("ZRANGE", redis.key("workers"), 0, -1) == []
+    assert [name for name in redis.key_names() if name.startswith("unfinished:")] == []
+    assert not any(redis.cli("HVALS", redis.key("unfinished")))
+    assert "Traceback" not in deployment.log()
+
+
+def test_stream_still_open_at_the_end_of_the_grace_ends_with_an_error_event(
+    redis: Space, engine_factory: EngineFactory, deployment_factory: Callable[..., Deployment]
+) -> None:
+    engine = engine_factory(gap_s=0.1, chunks=200)
+    deployment = deployment_factory(2, settings={"grace_s": 1})
+    deployment.add(engine)
+    streams = start(load.many(deployment.url, 4, stream=True))
+    eventually(lambda: engine.in_flight == 4)
+    assert deployment.stop(within_s=8) == 0
+    for answer in streams.result(5):
+        assert answer.error is None
+        assert '"error"' in answer.events()[-1]
+    assert redis.cli("ZRANGE", redis.key("workers"), 0, -1) == []
+    assert deployment.left_behind == []

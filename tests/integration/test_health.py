@@ -1,0 +1,241 @@
+"""Which nodes get traffic: probes, busy engines, dead ones, those that come later and those that come back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.integration.stage import EngineFactory, Fleet, Stage, during, staged
+from tests.integration.test_strategies import served
+from tests.support.deployment import Deployment
+from tests.support.engine import SimulatedEngine
+from tests.support.redis import PrivateRedis
+from tests.support.wait import eventually
+
+INTERVAL_S, TIMEOUT_S, DOWN_AFTER, BUSY_GRACE_S, EXPIRATION_S = 1.0, 0.3, 3, 2.0, 2.0
+SETTINGS = {
+    "probe_interval_s": INTERVAL_S,
+    "probe_timeout_s": TIMEOUT_S,
+    "probe_down_after": DOWN_AFTER,
+    "probe_busy_grace_s": BUSY_GRACE_S,
+    "heartbeat_expiration_s": EXPIRATION_S,
+}
+DOWN_WITHIN_S = DOWN_AFTER * (INTERVAL_S + TIMEOUT_S) + 1
+
+
+@pytest.fixture(scope="module")
+def fleet(redis_server: PrivateRedis) -> Iterator[Fleet]:
+    fleet = Fleet(redis_server, workers=2, settings=SETTINGS)
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def stage(fleet: Fleet, engine_factory: EngineFactory) -> Iterator[Stage]:
+    with staged(*fleet.get(), engine_factory) as one:
+        yield one
+
+
+def states(stage: Stage) -> dict[str, str]:
+    return {url: node["state"] for url, node in stage.deployment.nodes("?all=1").items()}
+
+
+def models_of(deployment: Deployment) -> list[str]:
+    return [model["id"] for model in deployment.get("/v1/models").json()["data"]]
+
+
+# --- requests are no probes
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422, 429, 500])
+def test_r18_r19_answers_that_refuse_a_request_change_no_node(stage: Stage, status: int) -> None:
+    body = b'{"error": {"message": "as the engine says it"}}'
+    engines = stage.engines(2, status=status, body=body, only_for="poison")
+    bad = stage.many(50, prompt="poison").result(10)
+    assert {(answer.status, answer.body) for answer in bad} == {(status, body)}
+    good = stage.many(50).result(10)
+    assert all(answer.ok for answer in good)
+    assert {states(stage)[engine.url] for engine in engines} == {"ready"}
+
+
+# --- busy is not dead
+
+
+def test_r26_engine_too_busy_for_probes_stays_while_its_requests_succeed(stage: Stage) -> None:
+    engine = stage.engine()
+    engine.set(health_delay_s=8)
+    slow_since_s = time.monotonic()
+    with stage.traffic(every_s=0.1) as traffic:
+        for _ in during(DOWN_WITHIN_S + 0.5, every_s=0.1):
+            assert states(stage)[engine.url] == "ready"
+    assert traffic.failed == []
+    missed = [p for p in engine.probes if p.started_s >= slow_since_s]
+    assert len(missed) > DOWN_AFTER, "it must have been probed all the time"
+    # The same silence without traffic is a node that is down.
+    eventually(lambda: states(stage)[engine.url] == "down", within_s=BUSY_GRACE_S + DOWN_WITHIN_S)
+    assert stage.many(1).result(5)[0].status == 503
+    engine.set(health_delay_s=0)
+    eventually(lambda: states(stage)[engine.url] == "ready", within_s=5)
+    assert stage.many(1).result(5)[0].ok
+
+
+def test_one_missed_probe_takes_no_node_down(stage: Stage) -> None:
+    engine = stage.engine()
+    engine.forget()
+    engine.set(health_status=503, health_word="unhealthy")
+    eventually(lambda: engine.probes, within_s=3)
+    engine.set(health_status=200, health_word="healthy")
+    for _ in during(1.5, every_s=0.05):
+        assert states(stage)[engine.url] == "ready"
+
+
+# --- dead
+
+
+def test_r28_killed_engine_is_out_within_two_probes_and_back_without_restart(stage: Stage) -> None:
+    dying, living = stage.engines(2)
+    dying.crash()
+    eventually(lambda: states(stage)[dying.url] == "down", within_s=2 * INTERVAL_S + 0.5)
+    answers = stage.many(40, concurrency=10).result(10)
+    assert all(answer.ok for answer in answers)
+    assert len(living.requests) == 40
+    dying.start()
+    eventually(lambda: states(stage)[dying.url] == "ready", within_s=5)
+    for engine in (dying, living):
+        engine.set(ttft_s=0.5)
+        engine.forget()
+    assert all(answer.ok for answer in stage.many(20).result(10))
+    assert served([dying, living]) == [10, 10]
+
+
+def test_known_model_without_a_living_node_is_503_with_retry_after(stage: Stage) -> None:
+    engine = stage.engine()
+    engine.crash()
+    eventually(lambda: states(stage)[engine.url] == "down", within_s=3)
+    answer = stage.many(1).result(5)[0]
+    assert answer.status == 503
+    assert 0 < int(answer.headers["retry-after"]) <= 60
+    assert answer.json()["error_code"] == 10401
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    engine.start()
+    eventually(lambda: states(stage)[engine.url] == "ready", within_s=5)
+
+
+def test_gone_node_leaves_the_lists_and_comes_back_by_itself(stage: Stage) -> None:
+    engine = stage.engine()
+    deployment = stage.deployment
+    assert stage.model in models_of(deployment)
+    engine.crash()
+    crashed_s = time.monotonic()
+    eventually(lambda: engine.url not in deployment.nodes(), within_s=EXPIRATION_S + 4)
+    assert time.monotonic() - crashed_s > EXPIRATION_S * 0.9
+    assert deployment.nodes("?all=1")[engine.url]["state"] == "gone"
+    assert stage.model not in models_of(deployment)
+    assert stage.many(1).result(5)[0].status in (404, 503)
+    engine.start()  # it does not register again: LMDeploy's engines do so once in their life
+    eventually(lambda: states(stage)[engine.url] == "ready", within_s=15)
+    assert stage.model in models_of(deployment)
+    assert stage.many(1).result(5)[0].ok
+
+
+# --- not yet
+
+
+def test_r30_node_is_pending_until_it_answers(stage: Stage) -> None:
+    ready = stage.engine()
+    later = stage.engine(ready=False, refuse=True)
+    assert stage.deployment.nodes()[later.url]["state"] == "pending"
+    for _ in during(2 * INTERVAL_S, every_s=0.1):
+        assert states(stage)[later.url] == "pending"
+    assert all(answer.ok for answer in stage.many(20).result(5))
+    assert (len(ready.requests), len(later.requests)) == (20, 0)
+    later.set(refuse=False)
+    # The first probe comes within 1 s, then every second.
+    eventually(lambda: states(stage)[later.url] == "ready", within_s=2.5)
+    for engine in (ready, later):
+        engine.set(ttft_s=0.5)
+        engine.forget()
+    assert all(answer.ok for answer in stage.many(20).result(5))
+    assert served([ready, later]) == [10, 10]
+
+
+@pytest.mark.parametrize(("word", "status"), [("sleeping", 200), ("initializing", 503)])
+def test_r30_engine_that_sleeps_or_initializes_is_not_routed_and_not_deleted(
+    stage: Stage, word: str, status: int
+) -> None:
+    other, engine = stage.engines(2)
+    engine.set(health_word=word, health_status=status)
+    eventually(lambda: states(stage)[engine.url] not in ("ready", "down", "gone"), within_s=3)
+    engine.forget()
+    assert all(answer.ok for answer in stage.many(20, concurrency=5).result(5))
+    assert (len(engine.requests), len(other.requests)) == (0, 20)
+    for _ in during(EXPIRATION_S + 1, every_s=0.1):  # longer than a node that is down would be listed
+        assert engine.url in stage.deployment.nodes()
+    engine.set(health_word="healthy", health_status=200)
+    eventually(lambda: states(stage)[engine.url] == "ready", within_s=4)
+    for one in (other, engine):
+        one.set(ttft_s=0.5)
+        one.forget()
+    assert all(answer.ok for answer in stage.many(20).result(5))
+    assert served([other, engine]) == [10, 10]
+
+
+def test_engine_without_models_and_without_answer_is_504_and_not_added(stage: Stage) -> None:
+    url = "http://127.0.0.1:9"
+    reply = stage.deployment.post("/nodes/add", {"url": url})
+    assert reply.status == 504
+    assert reply.json()["error_code"] == 10402
+    assert url not in stage.deployment.nodes("?all=1")
+
+
+# --- configured nodes
+
+
+def test_r29_starts_with_a_configured_node_down_and_uses_it_once_it_is_up(
+    engine_factory: EngineFactory, deployment_factory: Callable[..., Deployment]
+) -> None:
+    up = [engine_factory(models=("a",)), engine_factory(models=("b",))]
+    down = engine_factory(models=("c",), refuse=True)
+    begun_s = time.monotonic()
+    settings = {"nodes": [engine.url for engine in (*up, down)], "heartbeat_expiration_s": 1, "forget_after_s": 2}
+    deployment = deployment_factory(2, settings={**SETTINGS, **settings})
+    assert time.monotonic() - begun_s < 10, "a node that is down holds nothing up"
+    deployment.wait_for_state("ready", *up)
+    assert models_of(deployment) == ["a", "b"]
+    assert chat(deployment, "a") == 200
+    assert chat(deployment, "b") == 200
+    assert chat(deployment, "c") in (404, 503)
+    assert deployment.get("/ready").status == 200
+
+    # Beside it a node that was added at run time: that one is forgotten in the end, the configured one never.
+    added = engine_factory(models=("d",))
+    deployment.add(added)
+    added.crash()
+    eventually(lambda: added.url not in deployment.nodes("?all=1"), within_s=15)
+    assert down.url in deployment.nodes("?all=1")
+    down.set(refuse=False)
+    eventually(lambda: chat(deployment, "c") == 200, within_s=15)
+    assert "c" in models_of(deployment)
+
+
+def test_r29_starts_with_no_node_at_all(deployment_factory: Callable[..., Deployment]) -> None:
+    deployment = deployment_factory(2, settings=SETTINGS)
+    assert deployment.get("/v1/models").json() == {"object": "list", "data": []}
+    assert deployment.nodes() == {}
+    reply = deployment.post("/v1/chat/completions", {"model": "any", "messages": []})
+    assert reply.status == 503
+    assert reply.json()["error_code"] == 10401
+    assert int(reply.headers["retry-after"]) > 0
+    ready = deployment.get("/ready")
+    assert ready.status == 503
+    assert "node" in ready.text, "it says why"
+    with SimulatedEngine(models=("any",)) as engine:
+        deployment.add(engine)
+        assert chat(deployment, "any") == 200
+        assert deployment.get("/ready").status == 200
+
+
+def chat(deployment: Deployment, model: str) -> int:
+    return deployment.post("/v1/chat/completions", {"model": model, "messages": []}).status

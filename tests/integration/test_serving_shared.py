@@ -1,0 +1,290 @@
+"""What the black-box tests of serving share: one deployment for a module, raw sockets, the shape of errors.
+
+Holds no test. Nothing here knows the code under test; the expected words are LMDeploy's and OpenAI's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import secrets
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.support.deployment import Deployment
+from tests.support.engine import SimulatedEngine
+from tests.support.http import Reply, request
+from tests.support.loop import LoopThread
+from tests.support.quiet import quiet_check
+from tests.support.redis import PrivateRedis, Space
+from workers.engine_answers import Knobs
+from workers.engine_http import Record
+
+Factory = Callable[..., SimulatedEngine]
+
+
+def shared_deployment(workers: int = 2, *, key: str | None = None, **options: Any) -> tuple[Any, ...]:
+    """Fixtures to bind in a test module; the names on the left are free, those of the fixtures are not.
+
+        _of_module, _engine_of_module, deployment, engine = shared_deployment(settings={"grace_s": 1})
+
+    `deployment` and `engine` live as long as the module, because a start takes a second and so does a node's
+    first probe. Each test finds `engine` (model "sim") ready, with its knobs at their defaults and nothing
+    recorded; engines of its own it gives models of their own. Each test ends with the quiet check.
+
+    Args:
+        key: the admin key, where the deployment wants one even from loopback.
+    """
+    admin = {"authorization": f"Bearer {key}"} if key else None
+
+    @pytest.fixture(scope="module", name="deployment_of_module")
+    def deployment_of_module(redis_server: PrivateRedis) -> Iterator[Deployment]:
+        redis_server.ensure_running()
+        space = Space(redis_server, f"t{secrets.token_hex(6)}")
+        with Deployment(workers, redis=space, **options) as deployment:
+            yield deployment
+            deployment.stop()
+            assert not deployment.left_behind
+        space.clear()
+
+    @pytest.fixture(scope="module", name="engine_of_module")
+    def engine_of_module(engine_loop: LoopThread) -> Iterator[SimulatedEngine]:
+        with SimulatedEngine(loop=engine_loop) as engine:
+            yield engine
+
+    @pytest.fixture(name="deployment")
+    def deployment_of_test(
+        deployment_of_module: Deployment, engine_of_module: SimulatedEngine, engine_factory: Factory
+    ) -> Iterator[Deployment]:
+        deployment = deployment_of_module
+        yield deployment
+        assert deployment.space is not None
+        try:
+            made: list[SimulatedEngine] = engine_factory.made  # type: ignore[attr-defined]
+            quiet_check(deployment.space, engines=[engine_of_module, *made])
+        finally:
+            remove_nodes(deployment, but=engine_of_module.url, headers=admin)
+
+    @pytest.fixture(name="engine")
+    def engine_of_test(deployment: Deployment, engine_of_module: SimulatedEngine) -> SimulatedEngine:
+        engine = engine_of_module
+        engine.set(**asdict(Knobs()))
+        engine.forget()
+        if deployment.nodes("?all=1", headers=admin).get(engine.url, {}).get("state") != "ready":
+            deployment.add(engine, within_s=20, headers=admin)
+        return engine
+
+    return deployment_of_module, engine_of_module, deployment_of_test, engine_of_test
+
+
+def remove_nodes(deployment: Deployment, *, but: str = "", headers: dict[str, str] | None = None) -> None:
+    for url in set(deployment.nodes("?all=1", headers=headers)) - {but}:
+        assert deployment.post("/nodes/remove", {"url": url}, headers=headers).status == 200
+
+
+# --- requests
+
+
+def chat_body(model: str = "sim", *, stream: bool = False, prompt: str = "hello", **fields: Any) -> bytes:
+    messages = [{"role": "user", "content": prompt}]
+    return json.dumps({"model": model, "stream": stream, "messages": messages, **fields}).encode()
+
+
+def post_json(url: str, path: str, body: bytes, headers: dict[str, str] | None = None, **more: Any) -> Reply:
+    sent = {"content-type": "application/json", **(headers or {})}
+    return request("POST", url + path, body=body, headers=sent, **more)
+
+
+def chat(deployment: Deployment, body: bytes | None = None, **headers: str) -> Reply:
+    """One chat request on a connection of its own; `headers` with _ for -."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return post_json(deployment.url, "/v1/chat/completions", body if body is not None else chat_body(), named)
+
+
+@dataclass
+class RawReply:
+    status: int
+    headers: list[tuple[str, str]]  # as they came; names in lower case
+    body: bytes
+    complete: bool = True  # False: the connection ended before the framing did
+
+    def values(self, name: str) -> list[str]:
+        return [value for key, value in self.headers if key == name]
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@contextlib.contextmanager
+def connected(url: str, *, timeout_s: float = 10.0, receive_bytes: int = 0) -> Iterator[socket.socket]:
+    """A raw connection to `url`, TLS included (certificates are not checked).
+
+    Args:
+        receive_bytes: the kernel's receive buffer, where a slow client must be slow at once.
+    """
+    parts = urlsplit(url)
+    plain = socket.socket()
+    try:
+        if receive_bytes:
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        plain.settimeout(timeout_s)
+        plain.connect((parts.hostname, parts.port))
+        if parts.scheme == "https":
+            trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            trusting.check_hostname = False
+            trusting.verify_mode = ssl.CERT_NONE
+            plain = trusting.wrap_socket(plain)
+        yield plain
+    finally:
+        plain.close()
+
+
+def read_reply(s: socket.socket) -> RawReply:
+    answer = http.client.HTTPResponse(s, method="POST")
+    try:
+        answer.begin()
+        headers = [(name.lower(), value) for name, value in answer.getheaders()]
+        complete = True
+        try:
+            body = answer.read()
+        except http.client.IncompleteRead as e:
+            body, complete = e.partial, False
+        except ConnectionResetError:
+            body, complete = b"", False
+        return RawReply(answer.status, headers, body, complete)
+    finally:
+        answer.close()
+
+
+def raw(url: str, data: bytes, *, timeout_s: float = 10.0) -> RawReply:
+    """`data` as it is, on a connection of its own, and what came back."""
+    with connected(url, timeout_s=timeout_s) as s:
+        s.sendall(data)
+        return read_reply(s)
+
+
+def raw_post(lines: list[str], body: bytes = b"", path: str = "/v1/chat/completions") -> bytes:
+    """A POST of exactly these header lines (latin-1) and this body."""
+    return "\r\n".join([f"POST {path} HTTP/1.1", *lines, "", ""]).encode("latin-1") + body
+
+
+def in_chunks(body: bytes, size: int) -> bytes:
+    parts = [body[i : i + size] for i in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+# --- what came
+
+
+def values(record: Record, name: bytes) -> list[bytes]:
+    """All values of a header, as the engine saw them."""
+    return [value for key, value in record.headers if key.lower() == name]
+
+
+def openai_error(reply: Any, status: int, code: int | None = None) -> dict[str, Any]:
+    """The `error` object of an answer that must have OpenAI's shape, LMDeploy's `code` and a text beside it."""
+    assert reply.status == status, (reply.status, reply.body[:500])
+    value = json.loads(reply.body)
+    error: dict[str, Any] = value["error"]
+    assert set(error) >= {"message", "type", "param", "code"}, error
+    assert isinstance(error["message"], str) and error["message"]
+    assert isinstance(error["type"], str) and error["type"]
+    if code is not None:
+        assert value["error_code"] == code, value
+        assert isinstance(value["text"], str), value
+        assert value["text"], value
+    return error
+
+
+def events(body: bytes) -> list[str]:
+    """The data of each SSE event, in order."""
+    return [line[6:] for line in body.decode().replace("\r\n", "\n").split("\n") if line.startswith("data: ")]
+
+
+def broken_stream(body: bytes, chunks: int) -> dict[str, Any]:
+    """The error at the end of a stream that broke off after `chunks` events: one event, no `[DONE]`."""
+    *before, last = events(body)
+    assert len(before) == chunks, f"{len(before)} chunks before the last event: {body[-600:]!r}"
+    assert all("choices" in json.loads(event) for event in before)
+    assert body.endswith(b"\n\n") and "[DONE]" not in (last, *before)
+    error: dict[str, Any] = json.loads(last)["error"]
+    assert set(error) >= {"message", "type", "param", "code"} and error["message"], error
+    return error
+
+
+# --- an engine that says exactly what it is told
+
+
+def ask_scripted(deployment: Deployment, engine: ScriptedEngine, *, stream: bool = False, path: str = "") -> RawReply:
+    """Register it and ask it for a chat at once, on one connection: other workers may know of it 1 s later."""
+    body = chat_body("scripted", stream=stream)
+    added = json.dumps({"url": engine.url, "status": {"models": ["scripted"]}}).encode()
+    with connected(deployment.url) as s:
+        for data, to in ((added, "/nodes/add"), (body, path or "/v1/chat/completions")):
+            lines = ["Host: h", "Content-Type: application/json", f"Content-Length: {len(data)}"]
+            s.sendall(raw_post(lines, data, to))
+            reply = read_reply(s)
+            if to == "/nodes/add":
+                assert reply.json() == "Added successfully"
+        return reply
+
+
+@dataclass
+class ScriptedEngine:
+    """A node whose answer to every POST is `answer`, byte for byte; then it closes. Healthy for probes."""
+
+    answer: bytes
+    port: int = 0
+    posts: int = 0
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.port = self._listener.getsockname()[1]
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in (self._accepting, *self._threads):
+            thread.join(5)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                taken, _ = self._listener.accept()
+                thread = threading.Thread(target=self._serve, args=(taken,), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _serve(self, s: socket.socket) -> None:
+        with s, contextlib.suppress(OSError):
+            s.settimeout(5)
+            asked = b""
+            while b"\r\n\r\n" not in asked:
+                asked += s.recv(65536)
+            head, _, body = asked.partition(b"\r\n\r\n")
+            if head.startswith(b"GET"):
+                s.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+                return
+            length = next(int(h.split(b":")[1]) for h in head.split(b"\r\n") if h.lower().startswith(b"content-length"))
+            while len(body) < length:
+                body += s.recv(65536)
+            self.posts += 1
+            s.sendall(self.answer)

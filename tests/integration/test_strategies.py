@@ -1,0 +1,299 @@
+"""The three routing strategies on real workers, against distributions worked out by hand.
+
+Bounds for what is left to chance are five standard deviations of the binomial: a correct build fails one run in
+two million.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from tests.integration.stage import EngineFactory, Fleet, Stage, lanes, staged
+from tests.support import load
+from tests.support.engine import SimulatedEngine
+from tests.support.redis import PrivateRedis
+from tests.support.wait import eventually
+
+WORKERS = {"min_expected_latency": 4, "random": 2, "min_observed_latency": 2}
+
+
+@pytest.fixture(scope="module")
+def fleets(redis_server: PrivateRedis) -> Iterator[dict[str, Fleet]]:
+    made = {
+        strategy: Fleet(redis_server, workers=workers, settings={"routing_strategy": strategy, "probe_interval_s": 0.5})
+        for strategy, workers in WORKERS.items()
+    }
+    yield made
+    for fleet in made.values():
+        fleet.close()
+
+
+@pytest.fixture
+def stage_of(fleets: dict[str, Fleet], engine_factory: EngineFactory) -> Iterator[Callable[[str], Stage]]:
+    with_strategy: list[Any] = []
+
+    def make(strategy: str) -> Stage:
+        with_strategy.append(staged(*fleets[strategy].get(), engine_factory))
+        stage: Stage = with_strategy[-1].__enter__()
+        return stage
+
+    yield make
+    for one in with_strategy:
+        one.__exit__(None, None, None)
+
+
+@pytest.fixture
+def expected(stage_of: Callable[[str], Stage]) -> Stage:
+    return stage_of("min_expected_latency")
+
+
+@pytest.fixture
+def by_chance(stage_of: Callable[[str], Stage]) -> Stage:
+    return stage_of("random")
+
+
+@pytest.fixture
+def observed(stage_of: Callable[[str], Stage]) -> Stage:
+    return stage_of("min_observed_latency")
+
+
+def five_sigma(n: int, p: float) -> float:
+    return 5 * math.sqrt(n * p * (1 - p))
+
+
+def served(engines: list[SimulatedEngine]) -> list[int]:
+    return [len(engine.requests) for engine in engines]
+
+
+def counts_while_filling(stage: Stage, burst: Future[list[load.Answer]], total: int) -> list[tuple[int, ...]]:
+    """The counts, looked at as often as possible, until all `total` requests are counted."""
+    seen: list[tuple[int, ...]] = []
+    while not seen or sum(seen[-1]) < total:
+        assert not burst.done(), f"ended before all were counted: {seen[-3:]}"
+        seen.append(stage.counts())
+    return seen
+
+
+# --- min_expected_latency
+
+
+def test_r01_burst_over_all_workers_splits_exactly(expected: Stage) -> None:
+    engines = expected.engines(2, ttft_s=2)
+    burst = expected.many(200)
+    seen = counts_while_filling(expected, burst, 200)
+    assert all(answer.ok for answer in burst.result(30))
+    assert max(abs(a - b) for a, b in seen) <= 1
+    assert len(set(seen)) > 3, "the samples must show the burst on its way"
+    assert served(engines) == [100, 100]
+
+
+def test_r01_burst_over_speeds_3_and_1_splits_150_to_50(expected: Stage) -> None:
+    engines = expected.engines(2, speeds=[3, 1], ttft_s=2)
+    burst = expected.many(200)
+    seen = counts_while_filling(expected, burst, 200)
+    assert all(answer.ok for answer in burst.result(30))
+    # Each step takes the smaller of a/3 and b/1, so that neither can be a whole request ahead of the other.
+    assert max(abs(a / 3 - b) for a, b in seen) <= 1
+    assert len(set(seen)) > 3, "the samples must show the burst on its way"
+    assert served(engines)[0] == pytest.approx(150, abs=1)
+
+
+def test_r04_count_survives_probes_registration_and_speed_update(expected: Stage) -> None:
+    first, second = expected.engines(2, gap_s=0.1, chunks=45)
+    expected.deployment.post("/nodes/remove", {"url": second.url})
+    streams = expected.many(20, stream=True)
+    eventually(lambda: expected.counts() == (20, 0))
+    expected.deployment.add(second)
+    probes_before = len(first.probes)
+    eventually(lambda: len(first.probes) >= probes_before + 3, within_s=4)  # health cycles
+    assert expected.counts() == (20, 0)
+    expected.deployment.add(first)  # registers once more
+    assert expected.counts() == (20, 0)
+    expected.deployment.add(first, speed=1.5)
+    assert expected.counts() == (20, 0)
+    assert expected.deployment.unfinished()[first.url] == 20
+    new = expected.many(10, max_tokens=1).result(20)
+    assert all(answer.ok for answer in new)
+    assert served([first, second]) == [20, 10]
+    assert all(answer.done for answer in streams.result(20))
+
+
+def test_r10_each_worker_sees_the_load_of_the_others(expected: Stage) -> None:
+    first, second = expected.engines(2, gap_s=0.1, chunks=15)
+    expected.deployment.post("/nodes/remove", {"url": second.url})
+    one, *others = expected.deployment.worker_pids()
+    assert len(others) == 3
+    with lanes(expected.deployment, one, 10) as busy:
+        streams = [lane.stream(expected.model) for lane in busy]
+        assert expected.share(expected.id_of(one), first) == 10
+        expected.deployment.add(second)
+        for pid in others:
+            with lanes(expected.deployment, pid, 1) as (lane,):
+                assert lane.chat(expected.model, max_tokens=1).status == 200
+        assert served([first, second]) == [10, 3]
+        assert all(stream.read().endswith(b"data: [DONE]\n\n") for stream in streams)
+
+
+def test_r16_speeds_8_and_2_hold_80_and_20_in_flight(expected: Stage) -> None:
+    fast, slow = expected.engines(2, speeds=[8, 2], gap_s=0.02, chunks=40)
+    chance = random.Random(16)
+    lengths = [chance.randint(5, 40) for _ in range(600)]
+    # Answers of different length: else all of a wave end at once, and the counts show nothing but the wave.
+    closed_loop = expected.many(600, concurrency=100, stream=True, each=lambda i: {"max_tokens": lengths[i]})
+    seen = []
+    while not closed_loop.done():
+        seen.append(expected.counts(fast, slow))
+    assert all(answer.done for answer in closed_loop.result(30))
+    full = [(a, b) for a, b in seen if a + b >= 95]
+    assert len(full) > 20, "the samples must show the full loop"
+    assert all(75 <= a <= 85 and 15 <= b <= 25 for a, b in full), [s for s in full if not 75 <= s[0] <= 85]
+
+
+@pytest.mark.parametrize("speed", [0, -2, "NaN", "Infinity", '"fast"', "true", "[1]"])
+def test_r16_speed_that_is_no_positive_number_is_refused(expected: Stage, speed: object) -> None:
+    body = f'{{"url": "http://127.0.0.1:9", "status": {{"models": ["m"], "speed": {speed}}}}}'.encode()
+    reply = expected.deployment.request("POST", "/nodes/add", body=body, headers={"content-type": "application/json"})
+    assert reply.status == 400
+    if speed not in ("NaN", "Infinity"):  # these are no JSON: the body as a whole may be what is wrong
+        assert "speed" in reply.json()["error"]["message"]
+    assert "http://127.0.0.1:9" not in expected.deployment.nodes("?all=1")
+
+
+def test_node_without_speed_counts_as_the_average_of_those_that_have_one(expected: Stage) -> None:
+    # 6, 2 and the average 4 of a dozen: of 120 requests 60, 20 and 40.
+    engines = expected.engines(3, speeds=[6, 2, None], ttft_s=1.5)
+    assert all(answer.ok for answer in expected.many(120).result(30))
+    assert served(engines) == [pytest.approx(60, abs=1), pytest.approx(20, abs=1), pytest.approx(40, abs=1)]
+
+
+def test_pending_node_gets_traffic_only_while_none_is_ready(expected: Stage) -> None:
+    (pending,) = expected.engines(1, ready=False, health_status=503, health_word="")
+    assert expected.state(pending) == "pending"
+    assert all(answer.ok for answer in expected.many(5).result(10))
+    assert len(pending.requests) == 5
+    ready = expected.engine()
+    assert all(answer.ok for answer in expected.many(30).result(10))
+    assert served([pending, ready]) == [5, 30]
+
+
+# --- ties
+
+
+def test_r12_min_expected_breaks_ties_at_random(expected: Stage) -> None:
+    engines = expected.engines(3)
+    assert all(answer.ok for answer in expected.many(900, concurrency=1, keep_alive=True).result(30))
+    assert served(engines) == [pytest.approx(300, abs=five_sigma(900, 1 / 3))] * 3
+
+
+def test_r12_random_is_even_over_equal_nodes(by_chance: Stage) -> None:
+    engines = by_chance.engines(3)
+    assert all(answer.ok for answer in by_chance.many(900, concurrency=1, keep_alive=True).result(30))
+    assert served(engines) == [pytest.approx(300, abs=five_sigma(900, 1 / 3))] * 3
+
+
+def test_r12_min_observed_is_even_while_no_node_has_a_history(observed: Stage) -> None:
+    engines = observed.engines(3, status=400)  # a 4xx makes no history: the windows stay empty all the time
+    answers = observed.many(900, concurrency=1, keep_alive=True).result(30)
+    assert {answer.status for answer in answers} == {400}
+    assert served(engines) == [pytest.approx(300, abs=five_sigma(900, 1 / 3))] * 3
+
+
+# --- random
+
+
+def test_random_is_weighted_by_speed(by_chance: Stage) -> None:
+    # 3 : 1, and a node without speed counts as their average, 2: of 900 requests 450, 150 and 300.
+    engines = by_chance.engines(3, speeds=[3, 1, None])
+    assert all(answer.ok for answer in by_chance.many(900, concurrency=8, keep_alive=True).result(30))
+    assert served(engines) == [
+        pytest.approx(450, abs=five_sigma(900, 1 / 2)),
+        pytest.approx(150, abs=five_sigma(900, 1 / 6)),
+        pytest.approx(300, abs=five_sigma(900, 1 / 3)),
+    ]
+
+
+# --- min_observed_latency
+
+
+def window(stage: Stage, engine: SimulatedEngine) -> list[float]:
+    found: list[float] = stage.deployment.nodes()[engine.url]["latency"]
+    return found
+
+
+def test_min_observed_prefers_the_node_with_the_least_mean(observed: Stage) -> None:
+    quick, slow = observed.engines(2)
+    slow.set(ttft_s=0.1)
+    # Each is explored once, at once; from then on both have a history, and 0.1 s is never the least.
+    assert all(answer.ok for answer in observed.many(60, concurrency=1).result(20))
+    assert served([quick, slow]) == [59, 1]
+    # The mean follows what is seen: with n answers of 0.15 s in its window of 15 the quick one's mean is above
+    # 0.1 s from the 11th on, at the latest when all 15 are.
+    quick.set(ttft_s=0.15)
+    assert all(answer.ok for answer in observed.many(20, concurrency=1).result(20))
+    assert 59 + 8 <= len(quick.requests) <= 59 + 15
+    assert len(slow.requests) >= 1 + 5
+
+
+def test_window_holds_the_last_15_latencies_newest_first_in_seconds(observed: Stage) -> None:
+    engine = observed.engine(ttft_s=0.15)
+    assert all(answer.ok for answer in observed.many(5, concurrency=1).result(10))
+    assert all(0.15 <= latency < 1 for latency in eventually(lambda: window(observed, engine)))
+    engine.set(ttft_s=0)
+    assert all(answer.ok for answer in observed.many(12, concurrency=1).result(10))
+
+    def check() -> bool:
+        held = window(observed, engine)
+        assert len(held) == 15
+        assert all(latency < 0.15 for latency in held[:12])
+        assert all(latency >= 0.15 for latency in held[12:])
+        return True
+
+    assert eventually(check)
+
+
+def test_node_without_history_is_explored_by_one_request_at_a_time(observed: Stage) -> None:
+    known = observed.engine()
+    assert all(answer.ok for answer in observed.many(3, concurrency=1).result(10))
+    unknown = observed.engine(ttft_s=1)
+    assert all(answer.ok for answer in observed.many(100, concurrency=10).result(20))
+    assert len(unknown.requests) == 1, "one explores it, all others go where the latency is known"
+    assert len(known.requests) == 3 + 99
+    assert eventually(lambda: len(window(observed, unknown)) == 1)
+
+
+def test_r14_node_that_fails_fast_does_not_attract_traffic(observed: Stage) -> None:
+    good = observed.engine(ttft_s=0.5)
+    assert observed.many(1).result(5)[0].ok
+    bad = observed.engine(status=500, ttft_s=0.002)
+    answers = observed.many(200, concurrency=50).result(30)
+    assert {answer.status for answer in answers} == {200, 500}
+    # The first look at once, then one request in ten while it has no success (docs/decisions/0006).
+    assert 1 <= len(bad.requests) <= 1 + 20 + five_sigma(200, 0.1)
+    assert window(observed, bad) == []
+    assert all(0.5 <= latency < 2 for latency in window(observed, good))
+
+
+def test_r14_failed_aborted_and_4xx_answers_enter_no_window(observed: Stage) -> None:
+    engine = observed.engine(chunks=5, gap_s=0.02)
+    assert observed.many(1, stream=True).result(5)[0].done
+    held = eventually(lambda: window(observed, engine))
+    assert len(held) == 1
+    for status in (400, 404, 429, 500, 503):
+        engine.set(status=status)
+        assert observed.many(1).result(5)[0].status == status
+    engine.set(status=200, cut_after=2)
+    assert not observed.many(1, stream=True).result(5)[0].done
+    engine.set(cut_after=None, eof_after=2)
+    assert not observed.many(1, stream=True).result(5)[0].done
+    engine.set(eof_after=None)
+    assert observed.many(1, stream=True, leave_after_chunks=2).result(5)[0].left
+    eventually(lambda: observed.counts(engine) == (0,))
+    assert window(observed, engine) == held
+    assert observed.many(1, stream=True).result(5)[0].done
+    assert eventually(lambda: len(window(observed, engine)) == 2)

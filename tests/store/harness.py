@@ -1,0 +1,207 @@
+"""One worker's store objects, as the tests use them: a registry and a ledger on a private Redis.
+
+The objects are the real ones; what stands here only wires them as `app.main` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Self
+
+from app.nodes import Role, State
+from app.store.keys import Keys
+from app.store.ledger import Ledger, Ticket
+from app.store.pipeline import RedisAddress
+from app.store.registry import Registry
+from app.store.scripts import load_scripts
+from app.store.snapshot import Pool, Snapshot
+from tests.support.quiet import counts
+from tests.support.redis import Space
+from tests.support.wait import aeventually
+
+SCRIPTS = load_scripts()
+MODEL = "m"
+
+
+def of(model: str = MODEL) -> Callable[[Snapshot], Pool]:
+    """What a use case gives to `acquire`: the candidates for one model."""
+    return lambda snapshot: snapshot.pool(model, Role.Hybrid)
+
+
+class Worker:
+    """Registry and ledger of one worker; an async context manager. `url` may lead over a proxy."""
+
+    def __init__(
+        self,
+        url: str,
+        namespace: str,
+        name: str,
+        *,
+        strategy: str = "min_expected_latency",
+        lease_s: float = 8.0,
+        timeout_s: float = 0.5,
+        seed: int = 1,
+    ) -> None:
+        self.name = name
+        self.keys = Keys(namespace)
+        self.registry = Registry(redis_url=url, keys=self.keys, scripts=SCRIPTS, worker=name, timeout_s=timeout_s)
+        self.ledger = Ledger(
+            address=RedisAddress.parse(url),
+            keys=self.keys,
+            scripts=SCRIPTS,
+            registry=self.registry,
+            worker=name,
+            strategy=strategy,
+            lease_s=lease_s,
+            timeout_s=timeout_s,
+            draws=random.Random(seed),
+        )
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.name} {self.ledger!r} {self.registry!r}>"
+
+    async def __aenter__(self) -> Self:
+        await self.registry.start()
+        await self.ledger.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.ledger.close()
+        await self.registry.close()
+
+    @property
+    def shared(self) -> bool:
+        return self.ledger.trouble is None
+
+    async def take(self, count: int = 1, model: str = MODEL) -> list[Ticket]:
+        """`count` requests counted at once."""
+        return list(await asyncio.gather(*(self.ledger.acquire(of(model)) for _ in range(count))))
+
+    async def add_ready(
+        self, url: str, *, speed: float | None = None, models: tuple[str, ...] = (MODEL,), key: str | None = None
+    ) -> None:
+        """Register a node and say that a probe found it ready."""
+        await self.registry.add(url, role=Role.Hybrid, models=models, speed=speed, key=key)
+        assert await self.registry.set_state(self.registry.snapshot.nodes[url], State.READY)
+
+
+@asynccontextmanager
+async def workers(space: Space, count: int, *, url: str | None = None, **options: object) -> AsyncIterator[list[Worker]]:
+    """`count` workers of one deployment, named w1, w2, ..., each with draws of its own."""
+    async with AsyncExitStack() as stack:
+        made = [
+            Worker(url or space.url, space.namespace, f"w{i}", seed=i, **options)  # type: ignore[arg-type]
+            for i in range(1, count + 1)
+        ]
+        yield [await stack.enter_async_context(worker) for worker in made]
+
+
+def give_back(tickets: list[Ticket], *, succeeded: bool = False) -> None:
+    while tickets:
+        tickets.pop().release(succeeded=succeeded)
+
+
+def totals(space: Space) -> dict[str, int]:
+    """url -> unfinished over all workers; never below 0."""
+    return {url: n for url, n in counts(space).get("unfinished", {}).items() if n}
+
+
+def ledger_of(space: Space, worker: str) -> dict[str, int]:
+    return {url: n for url, n in counts(space).get(f"unfinished:{worker}", {}).items() if n}
+
+
+def held_by(made: list[Worker]) -> dict[str, int]:
+    """url -> what the workers' own counts add up to: what Redis must say."""
+    held: dict[str, int] = {}
+    for worker in made:
+        for url, n in worker.ledger.counts.items():
+            held[url] = held.get(url, 0) + n
+    return held
+
+
+def exact(space: Space, made: list[Worker]) -> bool:
+    """Totals and ledgers in Redis are the workers' own counts, and decisions are shared again."""
+    return (
+        all(worker.shared for worker in made)
+        and totals(space) == held_by(made)
+        and all(ledger_of(space, worker.name) == worker.ledger.counts for worker in made)
+    )
+
+
+class Load:
+    """Clients that acquire, hold a moment and release, again and again, until the block ends.
+
+    Attributes:
+        done: requests that ran.
+        longest_s: the longest that an acquire took.
+        failures: what acquires raised; must stay empty.
+    """
+
+    def __init__(self, made: list[Worker], *, clients: int = 8, seed: int = 5) -> None:
+        self.done = 0
+        self.longest_s = 0.0
+        self.failures: list[BaseException] = []
+        self._made = made
+        self._clients = clients
+        self._draws = random.Random(seed)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        for i in range(self._clients):
+            worker = self._made[i % len(self._made)]
+            self._tasks.append(asyncio.create_task(self._run(worker)))
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def more(self, requests: int, *, within_s: float = 10.0) -> None:
+        """Wait until so many more requests have run."""
+        goal = self.done + requests
+        await aeventually(lambda: self.done >= goal, within_s=within_s)
+
+    async def _run(self, worker: Worker) -> None:
+        while True:
+            since_s = time.monotonic()
+            try:
+                ticket = await worker.ledger.acquire(of())
+            except Exception as e:
+                self.failures.append(e)
+                return
+            finally:
+                self.longest_s = max(self.longest_s, time.monotonic() - since_s)
+            try:
+                await asyncio.sleep(self._draws.uniform(0, 0.004))
+            finally:
+                ticket.release(succeeded=self._draws.random() < 0.8)
+                self.done += 1
+
+
+async def become(call: Callable[[], Awaitable[object]], wanted: object, *, within_s: float = 2.0) -> None:
+    """Poll an async `call` until it returns `wanted`."""
+    deadline_s = time.monotonic() + within_s
+    got: object = None
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(AssertionError):
+            got = await call()
+            if got == wanted:
+                return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"still {got!r}, not {wanted!r}, after {within_s} s")
+
+
+def registered(space: Space) -> dict[str, dict[str, str]]:
+    """url -> fields of every node in Redis; the engine keys among them."""
+    keys = space.cli("HGETALL", space.key("engine_keys"))
+    found = {url: space.cli("HGETALL", space.key(f"node:{url}")) for url in space.cli("SMEMBERS", space.key("nodes"))}
+    return {url: {**fields, "key": keys.get(url, "")} for url, fields in found.items()}

@@ -1,0 +1,340 @@
+"""The worker class under real gunicorn: how it drains, what it refuses, what it tells the master."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.process import Process, children
+from tests.support.wait import eventually
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Gunicorn:
+    """gunicorn with our configuration and the small app, on a free port of loopback, without a Redis."""
+
+    def __init__(self, log_file: Path, *arguments: str, workers: int = 1, prefix: tuple[str, ...] = (), **env: str):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("EVENHAND_")}
+        settings = {
+            "EVENHAND_REDIS_URL": "unix:///nonexistent/redis.sock",
+            "EVENHAND_SERVER_NAME": "127.0.0.1",
+            "EVENHAND_SERVER_PORT": str(self.port),
+            "EVENHAND_WORKERS": str(workers),
+            "EVENHAND_LOG_LEVEL": "INFO",
+        }
+        config = str(ROOT / "workers" / "gunicorn.conf.py")
+        self.process = Process(
+            [*prefix, sys.executable, "-m", "gunicorn", "-c", config, *arguments, "tests.workers.small_app:app"],
+            log_file=log_file,
+            env={**clean, **settings, **env},
+            cwd=ROOT,
+        )
+        eventually(lambda: self.log().count("Application startup complete") >= workers, within_s=15)
+
+    def log(self) -> str:
+        return self.process.log()
+
+    def workers(self) -> list[int]:
+        return children(self.process.pid)
+
+    def stop(self, number: int = signal.SIGTERM) -> float:
+        """End it, cleanly; how long that took, seconds."""
+        began = time.monotonic()
+        assert self.process.stop(number) == 0
+        assert "WORKER TIMEOUT" not in self.log() and "SIGKILL" not in self.log()
+        return time.monotonic() - began
+
+
+class Client:
+    """One connection that says exactly what it is told."""
+
+    def __init__(self, port: int) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", port), timeout=10)
+
+    def send(self, path: str, *lines: str, method: str = "GET", body: bytes = b"") -> None:
+        head = [f"{method} {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *lines, "", ""]
+        self.sock.sendall("\r\n".join(head).encode() + body)
+
+    def read_until(self, end: bytes) -> bytes:
+        data = b""
+        while not data.endswith(end):
+            more = self.sock.recv(65536)
+            assert more, f"closed after {data!r}"
+            data += more
+        return data
+
+    def read_to_end(self) -> bytes:
+        data = b""
+        while more := self.sock.recv(65536):
+            data += more
+        return data
+
+    def ask(self, path: str, *lines: str, method: str = "GET", body: bytes = b"") -> tuple[bytes, Any]:
+        """Head and JSON body of a whole answer."""
+        self.send(path, *lines, method=method, body=body)
+        head, _, rest = self.read_until(b"}").partition(b"\r\n\r\n")
+        return head, json.loads(rest)
+
+
+Start = Callable[..., Gunicorn]
+Connect = Callable[[Gunicorn], Client]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    made: list[Client] = []
+
+    def one(gunicorn: Gunicorn) -> Client:
+        made.append(Client(gunicorn.port))
+        return made[-1]
+
+    yield one
+    for client in made:
+        client.sock.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    made: list[Gunicorn] = []
+
+    def one(*arguments: str, **options: Any) -> Gunicorn:
+        made.append(Gunicorn(tmp_path / f"log-{len(made)}", *arguments, **options))
+        return made[-1]
+
+    yield one
+    for gunicorn in made:
+        gunicorn.process.kill()
+
+
+@pytest.fixture(scope="module")
+def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gunicorn]:
+    """One that the tests which do not stop it share."""
+    gunicorn = Gunicorn(tmp_path_factory.mktemp("gunicorn") / "log")
+    yield gunicorn
+    gunicorn.process.kill()
+
+
+def test_r54_a_stream_within_the_grace_time_ends_properly(start: Start, connect: Connect) -> None:
+    gunicorn = start(EVENHAND_GRACE_S="10")
+    client = connect(gunicorn)
+    client.send("/stream?n=5&gap_s=0.1")
+    client.read_until(b"data: 0\n\n\r\n")
+    assert gunicorn.stop() < 3
+    assert client.read_to_end().endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def test_r54_a_longer_one_is_told_and_no_worker_times_out(start: Start, connect: Connect) -> None:
+    # The master would call a worker stuck after 1 s without a heartbeat; the drain takes 3.
+    gunicorn = start("--timeout", "1", EVENHAND_GRACE_S="3")
+    client = connect(gunicorn)
+    client.send("/stream?n=1000&gap_s=0.1")
+    client.read_until(b"data: 0\n\n\r\n")
+    assert 2.5 < gunicorn.stop() < 4.5
+    assert client.read_to_end().endswith(b'data: {"error": "shutting down"}\n\n\r\n0\r\n\r\n')
+
+
+def test_a_request_that_ignores_the_deadline_is_cancelled_and_the_worker_ends_by_itself(
+    start: Start, connect: Connect
+) -> None:
+    gunicorn = start(EVENHAND_GRACE_S="0.5")
+    client = connect(gunicorn)
+    client.send("/stuck")
+    client.read_until(b"data: stuck\n\n\r\n")
+    assert gunicorn.stop() < 3
+    assert "1 request(s) did not end within the grace time" in gunicorn.log()
+    assert "Application shutdown complete" in gunicorn.log()
+
+
+@pytest.mark.parametrize("while_draining", [False, True])
+def test_sigint_ends_streams_at_once_with_an_error_event(start: Start, connect: Connect, while_draining: bool) -> None:
+    gunicorn = start(EVENHAND_GRACE_S="60")
+    client = connect(gunicorn)
+    client.send("/stream?n=1000&gap_s=0.1")
+    client.read_until(b"data: 0\n\n\r\n")
+    if while_draining:
+        gunicorn.process.send(signal.SIGTERM)
+        client.read_until(b"data: 5\n\n\r\n")
+    assert gunicorn.stop(signal.SIGINT) < 3
+    assert client.read_to_end().endswith(b'data: {"error": "shutting down"}\n\n\r\n0\r\n\r\n')
+
+
+def test_r54_a_reload_replaces_workers_under_running_streams(start: Start, connect: Connect) -> None:
+    gunicorn = start(EVENHAND_GRACE_S="10")
+    (old,) = gunicorn.workers()
+    client = connect(gunicorn)
+    client.send("/stream?n=10&gap_s=0.1")
+    client.read_until(b"data: 0\n\n\r\n")
+    gunicorn.process.send(signal.SIGHUP)
+    assert client.read_to_end().endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    eventually(lambda: len(gunicorn.workers()) == 1 and old not in gunicorn.workers(), within_s=5)
+    assert connect(gunicorn).ask("/")[1]["pid"] != old
+    gunicorn.stop()
+
+
+def test_r54_recycled_workers_lose_no_request(start: Start, connect: Connect) -> None:
+    gunicorn = start(workers=2, EVENHAND_MAX_REQUESTS="25", EVENHAND_GRACE_S="10")
+    deadline = time.monotonic() + 2.5
+    pids: set[int] = set()
+    lost: list[Exception] = []
+
+    def keep_asking(stream: bool) -> None:
+        client = None
+        try:
+            while time.monotonic() < deadline:
+                client = client or connect(gunicorn)
+                if stream:
+                    client.send("/stream?n=5&gap_s=0.05")
+                    head = client.read_until(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+                else:
+                    head, answer = client.ask("/")
+                    pids.add(answer["pid"])
+                if b"connection: close" in head:
+                    client = None
+        except Exception as e:
+            lost.append(e)
+
+    threads = [threading.Thread(target=keep_asking, args=(i % 3 == 0,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert lost == []
+    assert len(pids) > 2
+    gunicorn.stop()
+
+
+def test_a_request_on_an_idle_connection_is_answered_while_the_worker_stops(start: Start, connect: Connect) -> None:
+    gunicorn = start()
+    client = connect(gunicorn)
+    head, _ = client.ask("/")
+    assert b"connection: close" not in head
+    os.kill(gunicorn.workers()[0], signal.SIGTERM)
+    eventually(lambda: _draining(gunicorn))
+    head, _ = client.ask("/")
+    assert b"connection: close" in head
+    assert client.read_to_end() == b""
+
+
+def _accepts(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _draining(gunicorn: Gunicorn) -> bool:
+    """Whether the worker has closed its listener: the number of its sockets in LISTEN state is 0."""
+    listening = {
+        line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"
+    }
+    for pid in gunicorn.workers():
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(fd)
+            if target.startswith("socket:") and target[8:-1] in listening:
+                return False
+    return True
+
+
+def test_workers_of_a_killed_master_drain_and_free_the_port(start: Start, connect: Connect) -> None:
+    gunicorn = start(EVENHAND_GRACE_S="10")
+    client = connect(gunicorn)
+    client.send("/stream?n=5&gap_s=0.1")
+    client.read_until(b"data: 0\n\n\r\n")
+    gunicorn.process.send(signal.SIGKILL)
+    assert client.read_to_end().endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    eventually(lambda: not _accepts(gunicorn.port))
+
+
+def test_a_low_limit_on_open_files_is_raised_and_told_in_the_log_format_asked_for(start: Start) -> None:
+    gunicorn = start(prefix=("bash", "-c", 'ulimit -Sn 1000; exec "$@"', "bash"), EVENHAND_LOG_FORMAT="json")
+    limits = Path(f"/proc/{gunicorn.workers()[0]}/limits").read_text()
+    soft, hard = re.search(r"Max open files\s+(\d+)\s+(\d+)", limits).groups()  # type: ignore[union-attr]
+    assert int(soft) == min(int(hard), 2**20) > 1000
+    gunicorn.stop()
+    lines = [json.loads(line) for line in gunicorn.log().splitlines()]
+    assert all({"time", "level", "pid", "logger", "message"} <= set(line) for line in lines)
+    (warning,) = (line for line in lines if "limit on open files" in line["message"])
+    assert warning["level"] == "WARNING"
+    assert warning["message"].startswith(f"the limit on open files was 1000, now {soft};")
+
+
+def test_a_dead_workers_counts_are_given_back_or_that_it_failed_is_logged(start: Start, connect: Connect) -> None:
+    gunicorn = start()
+    (pid,) = gunicorn.workers()
+    worker_id = connect(gunicorn).ask("/")[1]["worker"]
+    assert re.fullmatch(rf"{re.escape(socket.gethostname())}-{pid}-[0-9a-f]{{8}}", worker_id)
+    os.kill(pid, signal.SIGKILL)
+    # There is no Redis here: what counts is that the master asked for the right worker, and lived on.
+    eventually(lambda: f"counts of worker {worker_id} are given back when its lease ends" in gunicorn.log(), within_s=5)
+    eventually(lambda: _accepts(gunicorn.port) and connect(gunicorn).ask("/")[1]["pid"] != pid, within_s=5)
+
+
+# --- what one connection sees -----------------------------------------------------------------------
+
+
+def test_the_peer_is_the_connections_address_whatever_a_header_says(standing: Gunicorn, connect: Connect) -> None:
+    head, answer = connect(standing).ask("/", "X-Forwarded-For: 10.9.9.9", "Forwarded: for=10.9.9.9")
+    assert answer["client"] == "127.0.0.1"
+    assert b"\nserver:" not in head.lower() and b"\ndate:" not in head.lower()
+
+
+def test_a_head_without_end_is_refused(standing: Gunicorn, connect: Connect) -> None:
+    client = connect(standing)
+    client.send("/")
+    client.read_until(b"}")
+    for piece in (b"GET /" + b"x" * 30_000, b"x" * 30_000, b"x" * 30_000):
+        client.sock.sendall(piece)
+        time.sleep(0.02)  # each to be read by itself
+    answer = client.read_to_end()
+    assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "head_too_large"
+
+
+def test_large_bodies_on_one_connection_do_not_count_as_heads(standing: Gunicorn, connect: Connect) -> None:
+    client = connect(standing)
+    for length in (300_000, 70_000, 1_000_000):
+        assert client.ask("/body", method="POST", body=b"b" * length)[1] == {"length": length}
+
+
+def test_what_is_not_http_is_refused_with_an_error_object(standing: Gunicorn, connect: Connect) -> None:
+    client = connect(standing)
+    client.sock.sendall(b"hello\r\n\r\n")
+    head, _, body = client.read_to_end().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_an_offer_of_h2c_is_passed_over_and_the_body_read(standing: Gunicorn, connect: Connect) -> None:
+    client = connect(standing)
+    offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
+    head, answer = client.ask("/body", *offer, method="POST", body=b"12345")
+    assert head.startswith(b"HTTP/1.1 200 ") and answer == {"length": 5}
+    assert client.ask("/body", method="POST", body=b"123")[1] == {"length": 3}
+
+
+def test_an_offer_of_h2c_with_a_body_that_comes_later(standing: Gunicorn, connect: Connect) -> None:
+    client = connect(standing)
+    client.sock.sendall(
+        b"POST /body HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 8\r\n\r\nhalf"
+    )
+    time.sleep(0.05)
+    client.sock.sendall(b"half")
+    assert client.read_until(b"}").endswith(b'{"length": 8}')
+
+
+def test_connect_is_refused(standing: Gunicorn, connect: Connect) -> None:
+    client = connect(standing)
+    client.sock.sendall(b"CONNECT example.org:443 HTTP/1.1\r\nHost: example.org:443\r\n\r\n")
+    assert client.read_to_end().startswith(b"HTTP/1.1 400 ")

@@ -1,0 +1,67 @@
+"""What `evenhand serve` says once it serves: the address, a request to try, how to add engines, where to look.
+
+Owns the words. Every command works as it stands; a key or password that one needs is named as a variable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from urllib.parse import unquote, urlsplit
+
+from app import __version__
+from app.settings import Settings
+
+
+def greeting(url: str, settings: Settings, models: list[str], *, embedded: bool) -> str:
+    command = own_command()
+    curl = "curl" + (f" --cacert {shlex.quote(str(settings.ssl_certfile))}" if settings.ssl else "")
+    key = ' -H "Authorization: Bearer $API_KEY"' if settings.api_keys else ""
+    if models:
+        body = {"model": models[0], "messages": [{"role": "user", "content": "Hello"}], "stream": True}
+        attempt = [
+            f"  {curl} -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\",
+            f"    -d {shlex.quote(json.dumps(body))}",
+        ]
+    else:
+        attempt = [f"  {curl} {url}/v1/models{key}"]
+    to_us = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
+    lines = [
+        f"Evenhand {__version__} serves {url} with {settings.workers} worker"
+        f"{'' if settings.workers == 1 else 's'} (docs page: {url}/)",
+        "",
+        "Try it:",
+        *attempt,
+        "Add engines:",
+        f"  lmdeploy serve api_server MODEL --server-name HOST --proxy-url {url}",
+        f"  {command} nodes add http://HOST:PORT{to_us}    # any OpenAI-compatible engine that runs",
+        "Look at the state:",
+        f"  {command} nodes list{to_us}",
+        f"  {redis_command(settings)} hgetall 'evenhand:{{{settings.namespace}}}:unfinished'",
+    ]
+    if embedded:
+        socket = unquote(urlsplit(settings.redis_url or "").path)
+        lines.append(f"Embedded Redis: socket {socket}, data in {settings.state_dir / 'redis'}")
+    return "\n".join([*lines, "Ctrl-C stops all of it.", ""])
+
+
+def redis_command(settings: Settings) -> str:
+    """A redis-cli that reaches the deployment's Redis. A password stays out: redis-cli reads REDISCLI_AUTH."""
+    parts = urlsplit(settings.redis_url or "")
+    program = "redis-cli" if shutil.which("redis-cli") or not shutil.which("valkey-cli") else "valkey-cli"
+    if parts.scheme == "unix":
+        return f"{program} -s {shlex.quote(unquote(parts.path))}"
+    authority = parts.netloc.rpartition("@")[2]
+    return f"{program} -u {parts.scheme}://{authority}{parts.path}"
+
+
+def own_command() -> str:
+    """How the person at the terminal calls us."""
+    if os.path.basename(sys.argv[0]) == "evenhand":
+        return "evenhand"
+    # As it was typed: relative where it lies below the working directory, so that it can be read and copied.
+    python = os.path.relpath(sys.executable)
+    return f"{sys.executable if python.startswith('..') else python} -m app.cli"

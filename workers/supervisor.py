@@ -1,0 +1,282 @@
+"""`evenhand serve`: one process that starts the parts of a deployment on this host and ends all of them.
+
+Owns the order of start (embedded Redis, gunicorn, simulated engines) and of end (the reverse), the signals
+between the terminal and gunicorn, and the port check. It must not know HTTP beyond one question to itself,
+nor what is in Redis.
+
+It stays the parent also with an external Redis, where it could become gunicorn: gunicorn takes Ctrl-C for
+"stop at once", and here it means "drain", as SIGTERM does. Its children have sessions of their own, so that
+the terminal's signals come here only, and die with it (`die_with_parent`), so that SIGKILL leaves nothing.
+
+Signals: SIGINT, SIGTERM drain, a second one ends streams at once, a third kills; SIGHUP reloads worker by
+worker; SIGUSR1, SIGTTIN and SIGTTOU go to gunicorn as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from app.errors import ConfigurationError
+from app.settings import Settings
+from workers.embedded_redis import EmbeddedRedis, EmbeddedRedisError
+from workers.endpoint import Endpoint
+from workers.greeting import greeting
+from workers.processes import ROOT, child_setup, python_command, python_environment
+from workers.server import MASTER_MARGIN_S, READY_FD_VARIABLE
+
+SIMULATED_MODEL = "sim"
+TICK_S = 1.0
+STARTING_TICK_S = 0.05
+REGISTER_WITHIN_S = 5.0
+ENGINES_END_WITHIN_S = 5.0
+FORWARDED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGTTIN, signal.SIGTTOU)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD, *FORWARDED)
+
+
+def serve(settings: Settings, *, simulate: int = 0) -> int:
+    """Serve until told to stop; the exit code.
+
+    Args:
+        simulate: simulated engines to start beside the workers; they register themselves.
+
+    Raises:
+        ConfigurationError: the port is taken, or the embedded Redis can't be started.
+    """
+    settings = settings.model_copy(update={"server_port": free_port(settings.server_name, settings.server_port)})
+    if settings.redis_url is not None:
+        return Supervisor(settings, None, simulate).run()
+    redis = EmbeddedRedis(settings.state_dir)
+    try:
+        joined = redis.join()
+        if joined:
+            print(f"joining the embedded Redis that runs in {redis.directory}", flush=True)
+        return Supervisor(settings.model_copy(update={"redis_url": redis.url}), redis, simulate).run()
+    except EmbeddedRedisError as e:
+        raise ConfigurationError(f"--state-dir: {e}") from e
+    finally:
+        redis.leave()
+
+
+def free_port(host: str, port: int) -> int:
+    """`port` if `host` can listen on it; where it is 0, one that is free now.
+
+    Raises:
+        ConfigurationError: it is taken, not allowed, or the host is not one of ours.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            return int(sock.getsockname()[1])
+    except socket.gaierror as e:
+        raise ConfigurationError(f"--server-name: {host} is no address: {e.strerror}") from e
+    except OSError as e:
+        if e.errno == errno.EADDRINUSE:
+            raise ConfigurationError(f"--server-port: {port} is in use; stop what listens there or take another") from e
+        if e.errno == errno.EACCES:
+            raise ConfigurationError(f"--server-port: this user may not listen on {port}") from e
+        raise ConfigurationError(f"--server-name: can't listen on {host}: {e.strerror}") from e
+
+
+class Supervisor:
+    """The children of one `serve`, from their start to their end."""
+
+    def __init__(self, settings: Settings, redis: EmbeddedRedis | None, simulate: int) -> None:
+        self._settings = settings
+        self._redis = redis
+        self._simulate = simulate
+        self._endpoint = Endpoint(settings)
+        self._engines: dict[str, subprocess.Popen[bytes]] = {}  # by node URL
+        self._gunicorn: subprocess.Popen[bytes] | None = None
+        self._ready_fd = -1
+        self._next_step: Callable[[], bool] | None = self._workers_ready
+        self._engines_started = 0.0
+        self._stops = 0
+        self._kill_at = 0.0
+        self._has_terminal = os.isatty(0)
+
+    def __repr__(self) -> str:
+        return f"<Supervisor gunicorn={self._gunicorn} engines={len(self._engines)} stops={self._stops}>"
+
+    def run(self) -> int:
+        # Waited for, never handled: no code of ours runs between two of its own lines. Children unblock them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        self._gunicorn = self._start_gunicorn()
+        try:
+            while self._gunicorn.poll() is None:
+                caught = signal.sigtimedwait(SIGNALS, STARTING_TICK_S if self._next_step else TICK_S)
+                if caught is not None:
+                    self._on_signal(signal.Signals(caught.si_signo))
+                self._look_after()
+        finally:
+            self._end_all()
+        code = self._gunicorn.returncode
+        if self._stops == 0:
+            print(f"evenhand serve: gunicorn ended by itself ({code}); see the log above", file=sys.stderr)
+            return code if code > 0 else 1
+        return 0
+
+    def _start_gunicorn(self) -> subprocess.Popen[bytes]:
+        self._ready_fd, write_end = os.pipe()
+        os.set_blocking(self._ready_fd, False)
+        os.set_blocking(write_end, False)
+        command = [*python_command("gunicorn"), "--chdir", str(ROOT)]
+        environment = {**python_environment(), **self._settings.environment(), READY_FD_VARIABLE: str(write_end)}
+        # With the lock on its users the Redis lives until the last worker is gone, whatever happens to us.
+        held = [write_end] if self._redis is None else [write_end, self._redis.users_fd]
+        try:
+            return subprocess.Popen(
+                [*command, "-c", str(ROOT / "workers" / "gunicorn.conf.py"), "app.main:app"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=held,
+                start_new_session=True,
+                preexec_fn=child_setup(),
+            )
+        finally:
+            os.close(write_end)
+
+    # --- while it runs ------------------------------------------------------------------------------
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        assert self._gunicorn is not None
+        if signum == signal.SIGHUP and self._has_terminal and _terminal_is_gone():
+            # The window was closed. Under nohup that is meant to be survived.
+            if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+                return
+            signum = signal.SIGTERM
+        if signum in FORWARDED:
+            self._gunicorn.send_signal(signum)
+        elif signum != signal.SIGCHLD:
+            self._stop(signum)
+
+    def _stop(self, signum: signal.Signals) -> None:
+        assert self._gunicorn is not None
+        self._stops += 1
+        self._next_step = None
+        if self._stops == 1 and signum != signal.SIGQUIT:
+            grace_s = self._settings.grace_s
+            # Twice: a reload under way is finished first, and takes as long as a stop.
+            self._kill_at = time.monotonic() + 2 * (grace_s + MASTER_MARGIN_S) + TICK_S
+            print(f"\nstopping: running requests have {grace_s:g} s; once more ends them now", flush=True)
+            for url in self._engines:  # the registry outlives them; what runs on them goes on
+                self._endpoint.remove_node(url)
+            self._gunicorn.send_signal(signal.SIGTERM)
+        elif self._stops <= 2:
+            self._kill_at = time.monotonic() + MASTER_MARGIN_S
+            self._gunicorn.send_signal(signal.SIGQUIT)
+        else:
+            self._kill_at = time.monotonic()
+
+    def _look_after(self) -> None:
+        if self._redis is not None:
+            try:
+                self._redis.watch()
+            except (EmbeddedRedisError, OSError) as e:
+                print(f"evenhand serve: the embedded Redis can't be started again: {e}", file=sys.stderr)
+        for url in [url for url, engine in self._engines.items() if engine.poll() is not None]:
+            code = self._engines.pop(url).returncode
+            print(f"evenhand serve: the simulated engine {url} ended ({code})", file=sys.stderr)
+        if self._next_step is not None and self._next_step():
+            self._next_step = None
+        if self._stops and time.monotonic() >= self._kill_at:
+            self._kill_gunicorn()
+
+    def _workers_ready(self) -> bool:
+        try:
+            ready = os.read(self._ready_fd, 1)
+        except BlockingIOError:
+            return False
+        if not ready:
+            return True  # gunicorn is gone
+        if not self._simulate:
+            self._greet([])
+            return True
+        for _ in range(self._simulate):
+            self._start_engine()
+        self._engines_started = time.monotonic()
+        self._next_step = self._engines_registered
+        return False
+
+    def _engines_registered(self) -> bool:
+        models = self._endpoint.models()
+        if not models and time.monotonic() < self._engines_started + REGISTER_WITHIN_S:
+            return False
+        if not models:
+            print("evenhand serve: the simulated engines have not registered yet", file=sys.stderr)
+        self._greet(models)
+        return True
+
+    def _greet(self, models: list[str]) -> None:
+        print(greeting(self._endpoint.url, self._settings, models, embedded=self._redis is not None), flush=True)
+
+    def _start_engine(self) -> None:
+        port = free_port("127.0.0.1", 0)
+        environment = python_environment()
+        if self._settings.ssl:
+            environment["SSL_CERT_FILE"] = str(self._settings.ssl_certfile)
+        options = ["--port", str(port), "--model", SIMULATED_MODEL, "--proxy-url", self._endpoint.url]
+        self._engines[f"http://127.0.0.1:{port}"] = subprocess.Popen(
+            [*python_command("app.cli"), "engine", *options],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=child_setup(),
+        )
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    def _end_all(self) -> None:
+        self._end_workers()
+        # After the workers: until then their streams come from the engines.
+        for engine in self._engines.values():
+            engine.terminate()
+        deadline = time.monotonic() + ENGINES_END_WITHIN_S
+        for engine in self._engines.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                engine.wait(max(0.0, deadline - time.monotonic()))
+            engine.kill()
+            engine.wait()
+        os.close(self._ready_fd)
+
+    def _end_workers(self) -> None:
+        """Wait for workers that outlived their master: they drain because it died."""
+        assert self._gunicorn is not None
+        if self._gunicorn.poll() is None:  # an error of ours
+            self._gunicorn.terminate()
+        deadline = time.monotonic() + self._settings.grace_s + MASTER_MARGIN_S
+        while time.monotonic() < deadline:
+            self._gunicorn.poll()
+            try:
+                os.killpg(self._gunicorn.pid, 0)
+            except ProcessLookupError:
+                return
+            with contextlib.suppress(ChildProcessError):  # ours only where we are process 1 of a container
+                os.waitpid(-self._gunicorn.pid, os.WNOHANG)
+            if (caught := signal.sigtimedwait(SIGNALS, STARTING_TICK_S)) and caught.si_signo != signal.SIGCHLD:
+                break
+        self._kill_gunicorn()
+
+    def _kill_gunicorn(self) -> None:
+        assert self._gunicorn is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._gunicorn.pid, signal.SIGKILL)
+        self._gunicorn.wait()
+
+
+def _terminal_is_gone() -> bool:
+    try:
+        os.tcgetpgrp(0)
+    except OSError:
+        return True
+    return False
