@@ -4,20 +4,18 @@
 -- KEYS[1]  nodes              SET    node URLs
 -- KEYS[2]  node:<url>         HASH   what is known of the node
 -- KEYS[3]  version            STRING registry version
--- KEYS[4]  restored_from      STRING version of the snapshot the registry was last restored from
--- KEYS[5]  engine_keys        HASH   url -> the key sent to that engine
+-- KEYS[4]  engine_keys        HASH   url -> the key sent to that engine
 -- ARGV[1]  url                node
 -- ARGV[2]  key                of the engine; '' leaves what is there (engines register without one)
 -- ARGV[3+] field, value       what the registration says
 -- RETURN   {code, version}    code: 0 new, 9 updated
 -- COST     O(fields)          CALLER app/store/registry.py
-local nodes, node, version_key, restored_from, engine_keys = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local nodes, node, version_key, engine_keys = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local url, key = ARGV[1], ARGV[2]
 
 local now = redis.call('TIME')
 local now_ms = string.format('%.0f', now[1] * 1000 + math.floor(now[2] / 1000))
 local version = redis.call('INCR', version_key)
-redis.call('DEL', restored_from)
 local known = redis.call('SADD', nodes, url) == 0 and redis.call('EXISTS', node) == 1
 
 local order, first_at_ms = version, now_ms

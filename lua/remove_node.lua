@@ -4,20 +4,19 @@
 -- KEYS[1]  nodes              SET    node URLs
 -- KEYS[2]  node:<url>         HASH   what is known of the node
 -- KEYS[3]  version            STRING registry version
--- KEYS[4]  restored_from      STRING version of the snapshot the registry was last restored from
--- KEYS[5]  engine_keys        HASH   url -> the key sent to that engine
--- KEYS[6]  latency:<url>      LIST   the latency window, seconds, newest first
--- KEYS[7]  latency_mean       HASH   url -> mean of the latency window, seconds
--- KEYS[8]  explored           HASH   url -> explorations since its last success
--- KEYS[9]  last_success       HASH   url -> when an answer last ended well, ms
--- KEYS[10] unfinished         HASH   url -> total over all workers
+-- KEYS[4]  engine_keys        HASH   url -> the key sent to that engine
+-- KEYS[5]  latency:<url>      LIST   the latency window, seconds, newest first
+-- KEYS[6]  latency_mean       HASH   url -> mean of the latency window, seconds
+-- KEYS[7]  explored           HASH   url -> explorations since its last success
+-- KEYS[8]  last_success       HASH   url -> when an answer last ended well, ms
+-- KEYS[9]  unfinished         HASH   url -> total over all workers
 -- ARGV[1]  url                node
 -- ARGV[2]  when               'now'; 'drained': only a draining node with nothing running, or past
 --                             its deadline; else an incarnation: only if it is still that one
 -- RETURN   {code, version}    code: 0 removed, 6 was not there, 7 not yet
--- COST     O(1)               CALLER app/store/registry.py
-local nodes, node, version_key, restored_from, engine_keys = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local window_key, latency_mean, explored, last_success, unfinished = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+-- COST     O(1)               CALLER app/store/registry.py, workers/reaper.py
+local nodes, node, version_key, engine_keys = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local window_key, latency_mean, explored, last_success, unfinished = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local url, when = ARGV[1], ARGV[2]
 
 local version = tonumber(redis.call('GET', version_key) or '0')
@@ -36,7 +35,7 @@ elseif when ~= 'now' and redis.call('HGET', node, 'incarnation') ~= when then
     return { 7, version }
 end
 redis.call('SREM', nodes, url)
-redis.call('DEL', node, window_key, restored_from)
+redis.call('DEL', node, window_key)
 redis.call('HDEL', engine_keys, url)
 redis.call('HDEL', latency_mean, url)
 redis.call('HDEL', explored, url)

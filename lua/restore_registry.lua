@@ -3,9 +3,8 @@
 --
 -- KEYS[1]  nodes              SET    node URLs
 -- KEYS[2]  version            STRING registry version
--- KEYS[3]  restored_from      STRING version of the snapshot the registry was last restored from
--- KEYS[4]  engine_keys        HASH   url -> the key sent to that engine
--- KEYS[5+] node:<url>         HASH   what is known of a node; first those of the snapshot, then
+-- KEYS[3]  engine_keys        HASH   url -> the key sent to that engine
+-- KEYS[4+] node:<url>         HASH   what is known of a node; first those of the snapshot, then
 --                             those that stand in `nodes` now and are not in the snapshot
 -- ARGV[1]  version            of the snapshot
 -- ARGV[2]  repair             '1': the version is right but keys are missing or damaged
@@ -14,15 +13,12 @@
 --                             the URLs that go with the remaining KEYS
 -- RETURN   {code, version}    code: 0 restored, 8 what is there is as new or newer
 -- COST     O(nodes)           CALLER app/store/registry.py
-local nodes, version_key, restored_from, engine_keys = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local nodes, version_key, engine_keys = KEYS[1], KEYS[2], KEYS[3]
 local snapshot_version, repair, count = tonumber(ARGV[1]), ARGV[2] == '1', tonumber(ARGV[3])
-local FIRST_NODE = 5
+local FIRST_NODE = 4
 
 local version = tonumber(redis.call('GET', version_key) or '0')
-local from = tonumber(redis.call('GET', restored_from) or '-1')
--- After a restoration the version has moved past the snapshot it came from, so what counts against
--- another worker's snapshot is where it came from, not what it is now.
-local newer = snapshot_version > version or (from >= 0 and snapshot_version > from)
+local newer = snapshot_version > version
 if not newer and not (repair and snapshot_version == version) then
     return { 8, version }
 end
@@ -47,9 +43,8 @@ for i = FIRST_NODE + count, #KEYS do
     redis.call('DEL', KEYS[i])
     at = at + 1
 end
-if not repair then
-    redis.call('SET', restored_from, snapshot_version)
-end
-version = math.max(version, snapshot_version) + 1
+-- What is restored keeps its version: a worker with a newer snapshot must still see that it is the
+-- newer one, and one with the same that there is nothing to do. A repair is a change like any other.
+version = newer and snapshot_version or version + 1
 redis.call('SET', version_key, version)
 return { 0, version }

@@ -3,7 +3,6 @@
 -- KEYS[1]  nodes              SET    node URLs
 -- KEYS[2]  node:<url>         HASH   what is known of the node
 -- KEYS[3]  version            STRING registry version
--- KEYS[4]  restored_from      STRING version of the snapshot the registry was last restored from
 -- ARGV[1]  url                node
 -- ARGV[2]  incarnation        the registration that was looked at; '' = whichever it is now
 -- ARGV[3]  state              the new one
@@ -12,7 +11,7 @@
 -- RETURN   {code, version}    code: 0 set, 6 was not there, 7 another incarnation, or draining (which
 --                             only a new registration or a removal ends), 8 nothing to change
 -- COST     O(fields)          CALLER app/store/registry.py
-local nodes, node, version_key, restored_from = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local nodes, node, version_key = KEYS[1], KEYS[2], KEYS[3]
 local url, incarnation, state, drain = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 
 local version = tonumber(redis.call('GET', version_key) or '0')
@@ -46,5 +45,4 @@ end
 if not changed then
     return { 8, version }
 end
-redis.call('DEL', restored_from)
 return { 0, redis.call('INCR', version_key) }

@@ -1,13 +1,14 @@
 """The deployment's own endpoint as this host reaches it, for the little that `evenhand serve` asks of it.
 
-Owns its address and two calls. Both may fail, and nothing depends on them: they make a greeting true and leave
-no simulated engine in a registry that outlives them.
+Owns its address and a few calls. All may fail, and nothing depends on them: they make a greeting true, and
+bring simulated engines into a registry and out of it.
 """
 
 from __future__ import annotations
 
 import json
 import ssl
+import urllib.error
 import urllib.request
 from typing import Any
 
@@ -27,8 +28,11 @@ class Endpoint:
         self._client_keys = settings.api_keys
         self._admin_keys = settings.admin_keys or settings.api_keys
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
-        if settings.ssl:  # its certificate is often signed by itself
+        if settings.ssl:
+            # It is ourselves: our own certificate, whoever signed it, and whatever name it is for.
             context = ssl.create_default_context(cafile=str(settings.ssl_certfile))
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            context.check_hostname = False
             handlers.append(urllib.request.HTTPSHandler(context=context))
         self._opener = urllib.request.build_opener(*handlers)
 
@@ -42,15 +46,33 @@ class Endpoint:
         except (OSError, ValueError, LookupError, TypeError):
             return []
 
-    def remove_node(self, node: str) -> bool:
-        """Whether the node is out of the registry."""
+    def trouble(self) -> str | None:
+        """Why it is not ready, in its own words; None when it is."""
         try:
-            self._ask("/nodes/remove", self._admin_keys, {"url": node})
+            self._ask("/ready", ())
+        except urllib.error.HTTPError as e:
+            with e:
+                return _message(e.read()) or f"{e.code} {e.reason}"
+        except (OSError, ValueError) as e:
+            return f"{self.url} does not answer: {e}"
+        return None
+
+    def add_node(self, node: str, model: str) -> bool:
+        """Whether the node is in the registry now."""
+        return self._manage("/nodes/add", {"url": node, "status": {"models": [model], "role": 1}})
+
+    def remove_node(self, node: str) -> bool:
+        """Whether the node is out of the registry now."""
+        return self._manage("/nodes/remove", {"url": node})
+
+    def _manage(self, path: str, body: dict[str, Any]) -> bool:
+        try:
+            self._ask(path, self._admin_keys, body)
         except (OSError, ValueError):
             return False
         return True
 
-    def _ask(self, path: str, keys: tuple[SecretStr, ...], body: dict[str, str] | None = None) -> Any:
+    def _ask(self, path: str, keys: tuple[SecretStr, ...], body: dict[str, Any] | None = None) -> Any:
         request = urllib.request.Request(self.url + path)
         if body is not None:
             request.data = json.dumps(body).encode()
@@ -59,3 +81,10 @@ class Endpoint:
             request.add_header("Authorization", f"Bearer {keys[0].get_secret_value()}")
         with self._opener.open(request, timeout=TIMEOUT_S) as answer:
             return json.loads(answer.read())
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return ""

@@ -16,22 +16,29 @@ from app import __version__
 from app.settings import Settings
 
 
-def greeting(url: str, settings: Settings, models: list[str], *, embedded: bool) -> str:
+def greeting(url: str, settings: Settings, models: list[str], trouble: str | None, *, embedded: bool) -> str:
+    """The text.
+
+    Args:
+        models: those served now; one of them is in the request to try.
+        trouble: why the deployment is not ready, if it is not.
+    """
     command = own_command()
     curl = "curl" + (f" --cacert {shlex.quote(str(settings.ssl_certfile))}" if settings.ssl else "")
     key = ' -H "Authorization: Bearer $API_KEY"' if settings.api_keys else ""
     if models:
         body = {"model": models[0], "messages": [{"role": "user", "content": "Hello"}], "stream": True}
         attempt = [
-            f"  {curl} -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\",
+            f"  {curl} -N {shlex.quote(url + '/v1/chat/completions')} -H 'Content-Type: application/json'{key} \\",
             f"    -d {shlex.quote(json.dumps(body))}",
         ]
     else:
-        attempt = [f"  {curl} {url}/v1/models{key}"]
-    to_us = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
+        attempt = [f"  {curl} {shlex.quote(url + '/v1/models')}{key}"]
+    to_us = "" if url == "http://127.0.0.1:8000" else f" --url {shlex.quote(url)}"
     lines = [
         f"Evenhand {__version__} serves {url} with {settings.workers} worker"
         f"{'' if settings.workers == 1 else 's'} (docs page: {url}/)",
+        *([f"Not ready yet: {trouble}"] if trouble else []),
         "",
         "Try it:",
         *attempt,

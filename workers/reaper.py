@@ -92,7 +92,6 @@ def forget_registry(settings: Settings) -> int:
                 keys.nodes,
                 keys.node(url),
                 keys.version,
-                keys.restored_from,
                 keys.engine_keys,
                 keys.latency(url),
                 keys.latency_mean,

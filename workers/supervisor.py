@@ -100,6 +100,7 @@ class Supervisor:
         self._ready_fd = -1
         self._next_step: Callable[[], bool] | None = self._workers_ready
         self._engines_started = 0.0
+        self._engines_added = False
         self._stops = 0
         self._kill_at = 0.0
         self._has_terminal = os.isatty(0)
@@ -199,7 +200,7 @@ class Supervisor:
         if not ready:
             return True  # gunicorn is gone
         if not self._simulate:
-            self._greet([])
+            self._greet()
             return True
         for _ in range(self._simulate):
             self._start_engine()
@@ -208,26 +209,32 @@ class Supervisor:
         return False
 
     def _engines_registered(self) -> bool:
-        models = self._endpoint.models()
-        if not models and time.monotonic() < self._engines_started + REGISTER_WITHIN_S:
+        waited_s = time.monotonic() - self._engines_started
+        # Over TLS they would need our certificate, from an address that is not trusted a key: then it is ours to do.
+        if not self._engines_added and waited_s > (0.0 if self._settings.ssl else REGISTER_WITHIN_S):
+            self._engines_added = True
+            if not self._endpoint.models():
+                for url in self._engines:
+                    self._endpoint.add_node(url, SIMULATED_MODEL)
+        if self._endpoint.trouble() is not None and waited_s < 2 * REGISTER_WITHIN_S:
             return False
-        if not models:
-            print("evenhand serve: the simulated engines have not registered yet", file=sys.stderr)
-        self._greet(models)
+        self._greet()
         return True
 
-    def _greet(self, models: list[str]) -> None:
-        print(greeting(self._endpoint.url, self._settings, models, embedded=self._redis is not None), flush=True)
+    def _greet(self) -> None:
+        trouble = self._endpoint.trouble()
+        models = [] if trouble else self._endpoint.models()
+        text = greeting(self._endpoint.url, self._settings, models, trouble, embedded=self._redis is not None)
+        print(text, flush=True)
 
     def _start_engine(self) -> None:
         port = free_port("127.0.0.1", 0)
-        environment = python_environment()
-        if self._settings.ssl:
-            environment["SSL_CERT_FILE"] = str(self._settings.ssl_certfile)
-        options = ["--port", str(port), "--model", SIMULATED_MODEL, "--proxy-url", self._endpoint.url]
+        options = ["--port", str(port), "--model", SIMULATED_MODEL]
+        if not self._settings.ssl:
+            options += ["--proxy-url", self._endpoint.url]
         self._engines[f"http://127.0.0.1:{port}"] = subprocess.Popen(
             [*python_command("app.cli"), "engine", *options],
-            env=environment,
+            env=python_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

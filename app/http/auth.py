@@ -65,7 +65,8 @@ class Authority:
             return
         if not self._admin_keys:
             raise Forbidden(
-                "This is for trusted hosts (--trusted-nodes) or an admin key, and no admin key is configured (--admin-keys)."
+                "This is for trusted hosts (--trusted-nodes) or an admin key, "
+                "and no admin key is configured (--admin-keys)."
             )
         if token is None:
             raise Unauthorized("This needs an admin key: send `Authorization: Bearer <key>`.")

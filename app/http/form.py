@@ -17,7 +17,8 @@ MAX_PART_HEAD_BYTES = 8192
 
 _BOUNDARY = re.compile(rb'boundary=(?:"([^"]{1,200})"|([^\s;,"]{1,200}))', re.IGNORECASE).search
 _DISPOSITION = re.compile(rb"^content-disposition:([^\r\n]*)", re.IGNORECASE | re.MULTILINE).search
-_NAME = re.compile(rb';\s*name=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))', re.IGNORECASE).search
+# Every parameter in turn, quoted values whole: a file may be called `; name=model`.
+_PARAMETERS = re.compile(rb';\s*([^\s=;"]+)=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]*))').finditer
 
 
 def is_form(content_type: bytes | None) -> bool:
@@ -71,7 +72,7 @@ def _parts(body: bytes, delimiter: bytes) -> Iterator[tuple[str, int, int]]:
 
 def _name_of(head: bytes) -> str:
     disposition = _DISPOSITION(head)
-    name = _NAME(disposition[1]) if disposition is not None else None
-    if name is None:
-        return ""
-    return (name[1] if name[1] is not None else name[2]).decode("utf-8", "replace")
+    for parameter in _PARAMETERS(disposition[1]) if disposition is not None else ():
+        if parameter[1].lower() == b"name":
+            return (parameter[2] if parameter[2] is not None else parameter[3]).decode("utf-8", "replace")
+    return ""

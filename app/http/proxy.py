@@ -80,6 +80,8 @@ class Proxy:
                 await self._last_words(relay, scope, send, identifier)
         except EvenhandError as e:
             watch.stop()
+            if answer is not None:
+                answer.close(Outcome.ENGINE_ERROR)
             await self._refuse(e, scope, send, identifier)
         except Exception:
             watch.stop()

@@ -15,7 +15,6 @@ class Keys:
         self.nodes = p + "nodes"
         self.engine_keys = p + "engine_keys"
         self.version = p + "version"
-        self.restored_from = p + "restored_from"
         self.events = p + "events"
         self.unfinished = p + "unfinished"
         self.workers = p + "workers"

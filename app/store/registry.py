@@ -1,7 +1,7 @@
 """The node registry: read as snapshots, changed through scripts, restored when Redis loses it.
 
 Owns the management connection (the client library's pool, never the hot one) and the pub/sub
-listener. It must not know HTTP. Keys: nodes, node:*, engine_keys, version, restored_from, events;
+listener. It must not know HTTP. Keys: nodes, node:*, engine_keys, version, events;
 reads unfinished and latency:* for the status.
 
 A snapshot is good for one registry version. Every hot-path reply carries the current one, so a
@@ -34,6 +34,8 @@ from app.store.snapshot import Snapshot
 
 log = logging.getLogger("evenhand.store")
 
+CALLS_AT_ONCE = 32
+"""Of this module's calls; more wait for their turn. The client library's own limit raises instead."""
 READ_TRIES = 5
 """How often a read follows a registry that changes under it."""
 
@@ -107,8 +109,10 @@ class Registry:
             socket_timeout=timeout_s * 2,
             socket_connect_timeout=timeout_s * 2,
             retry=Retry(NoBackoff(), 0),
-            max_connections=32,
+            max_connections=8 * CALLS_AT_ONCE,  # not only for this module: 64 probes ask beside it
         )
+        self._timeout_s = timeout_s
+        self._turns = asyncio.Semaphore(CALLS_AT_ONCE)
         self._events = aioredis.Redis.from_url(redis_url, socket_connect_timeout=timeout_s * 2)
         self._refused: set[str] = set()
         self._refreshing: asyncio.Task[None] | None = None
@@ -246,7 +250,7 @@ class Registry:
         for given_by_script in ("order", "incarnation", "registered_at_ms", "state_since_ms"):
             del fields[given_by_script]
         keys = self._keys
-        names = (keys.nodes, keys.node(url), keys.version, keys.restored_from, keys.engine_keys)
+        names = (keys.nodes, keys.node(url), keys.version, keys.engine_keys)
         await self._change("add", url, "add_node", names, [url, key or "", *_flat(fields)])
 
     async def remove(self, url: str, *, when: str = "now") -> bool:
@@ -256,7 +260,6 @@ class Registry:
             keys.nodes,
             keys.node(url),
             keys.version,
-            keys.restored_from,
             keys.engine_keys,
             keys.latency(url),
             keys.latency_mean,
@@ -307,7 +310,7 @@ class Registry:
         fields: Mapping[str, str] | None = None,
     ) -> Code:
         keys = self._keys
-        names = (keys.nodes, keys.node(url), keys.version, keys.restored_from)
+        names = (keys.nodes, keys.node(url), keys.version)
         arguments = [url, incarnation, state.value, "" if drain_ms is None else str(drain_ms), *_flat(fields or {})]
         return await self._change("state", url, "set_node_state", names, arguments)
 
@@ -319,6 +322,8 @@ class Registry:
         code, version = await self._guard(lambda: self.run(script, names, arguments))
         if version != self.snapshot.version:
             await self.refresh()
+            if self.snapshot.version < version:  # that was a look from before the change
+                await self.refresh()
         if code in (Code.DONE, Code.UPDATED):
             self._tell(change, url, version)
         return Code(code)
@@ -330,7 +335,7 @@ class Registry:
             there = [str(url) for url in await self.redis.smembers(keys.nodes)]
             extra = [url for url in there if url not in snapshot.nodes]
             urls = [*snapshot.nodes, *extra]
-            names = [keys.nodes, keys.version, keys.restored_from, keys.engine_keys, *map(keys.node, urls)]
+            names = [keys.nodes, keys.version, keys.engine_keys, *map(keys.node, urls)]
             arguments: list[Argument] = [snapshot.version, "1" if repair else "0", len(snapshot.nodes)]
             for url, node in snapshot.nodes.items():
                 fields = _flat(node_to_fields(node))
@@ -340,9 +345,6 @@ class Registry:
                 log.warning("Redis had lost the registry: %d nodes are written back", len(snapshot.nodes))
                 self._adopt(Snapshot(version, snapshot.nodes, snapshot.engine_keys))
                 self._tell("restore", "", version)
-            elif not repair:
-                # Somebody was faster with a snapshot that is as new: take theirs.
-                self.snapshot = replace_version(snapshot, -1)
 
         await self._guard(write)
 
@@ -361,7 +363,12 @@ class Registry:
     async def _guard(self, call: Callable[[], Awaitable[T]]) -> T:
         """Map the client library's errors to StoreUnavailable."""
         try:
-            return await call()
+            async with asyncio.timeout(self._timeout_s * 2):
+                await self._turns.acquire()
+            try:
+                return await call()
+            finally:
+                self._turns.release()
         except (RedisError, OSError, TimeoutError) as e:
             raise StoreUnavailable(f"Redis can't be used: {e or type(e).__name__}") from e
 
@@ -395,11 +402,6 @@ class Registry:
             finally:
                 with contextlib.suppress(RedisError, OSError):
                     await pubsub.aclose()  # type: ignore[no-untyped-call]
-
-
-def replace_version(snapshot: Snapshot, version: int) -> Snapshot:
-    """The same nodes under another version: -1 makes the next refresh take whatever Redis has."""
-    return Snapshot(version, snapshot.nodes, snapshot.engine_keys)
 
 
 def _flat(fields: Mapping[str, str]) -> list[Argument]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import socket
 from typing import cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
@@ -263,9 +262,6 @@ class Connection(asyncio.Protocol):
         if self._closed:  # given up while it was being made
             transport.abort()
             return
-        sock = transport.get_extra_info("socket")
-        if sock is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._pool.members.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -281,7 +277,7 @@ class Connection(asyncio.Protocol):
                 too_long = self._overhead_bytes > HEAD_LIMIT_BYTES
                 self._broke(_TOO_LONG if too_long else "what it sent is no valid HTTP/1.1 answer", e)
                 return
-            self._reusable = False  # rubbish behind a complete answer
+            # Else rubbish follows a complete answer, and `on_message_begin` has seen it begin.
         if self._stage == _COMPLETE:
             self._finish(response)
             return
@@ -330,8 +326,7 @@ class Connection(asyncio.Protocol):
         self._response = None
         self._stage = _IDLE
         self._deadline_s = math.inf
-        if self.paused:
-            self.resume()
+        # It can't be paused here: a paused transport delivers nothing, so no answer ends on it.
         # An engine that answered before it had read the whole request may never read the rest.
         if self._reusable and self.keep_alive_s > 0 and not self._transport.get_write_buffer_size():
             self._pool.put(self)

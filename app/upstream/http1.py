@@ -159,7 +159,7 @@ def write_head(
             client write a request of its own into the connection that others will use.
     """
     lines = [method + b" " + target.prefix + path + b" HTTP/1.1", b"host: " + target.host_header]
-    lines += [name + b": " + value for name, value in headers]
+    lines += [b": ".join(header) for header in headers]
     if body or method in _LENGTH_ALWAYS:
         lines.append(b"content-length: %d" % len(body))
     lines += [b"", b""]

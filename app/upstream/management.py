@@ -186,9 +186,7 @@ async def _mapped(url: str, timeout_s: float) -> AsyncIterator[None]:
         yield
     except TimeoutError as e:
         raise _too_slow(url, timeout_s) from e
-    except aiohttp.ClientConnectorCertificateError as e:
-        raise connect_failure(url, e.certificate_error) from e
-    except aiohttp.ClientConnectorError as e:
+    except aiohttp.ClientConnectorError as e:  # DNS and TLS errors are of this class too
         raise connect_failure(url, e.os_error) from e
     except aiohttp.ClientError as e:
         raise EngineBroke(f"engine {url} broke off: {type(e).__name__}") from e

@@ -76,9 +76,7 @@ def test_min_expected_fills_three_to_one_in_the_order_worked_out_by_hand() -> No
 # --- random ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("draw", "chosen"), [(0.0, 0), (0.2499, 0), (0.25, 1), (0.7499, 1), (0.75, 2), (0.9999, 2)]
-)
+@pytest.mark.parametrize(("draw", "chosen"), [(0.0, 0), (0.2499, 0), (0.25, 1), (0.7499, 1), (0.75, 2), (0.9999, 2)])
 def test_random_walks_along_the_speeds(draw: float, chosen: int) -> None:
     assert weighted([Candidate(1, 9), Candidate(2, 0), Candidate(1, 3)], (draw, 0.7)) == (chosen, False)
 

@@ -19,9 +19,7 @@ SPEEDS = st.one_of(
     st.sampled_from([1.0, 2.0, 3.0, 0.1, 1e-300, 1e300]),
     st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False),
 )
-MEANS = st.one_of(
-    st.none(), st.sampled_from([0.25, 0.5, 0.1]), st.floats(min_value=0, max_value=1e6, allow_nan=False)
-)
+MEANS = st.one_of(st.none(), st.sampled_from([0.25, 0.5, 0.1]), st.floats(min_value=0, max_value=1e6, allow_nan=False))
 # Small counts: ties and idle nodes are where the policies branch.
 COUNTS = st.one_of(st.integers(0, 3), st.integers(0, 10**6))
 CANDIDATES = st.lists(st.builds(Candidate, SPEEDS, COUNTS, MEANS, st.integers(0, 2)), min_size=1, max_size=7)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 from pydantic import SecretStr
@@ -30,7 +31,7 @@ HANG = object()
 
 
 class FakeAnswer:
-    """An engine's answer from a script: bytes to give, exceptions to raise, HANG to wait for ever, callables to await."""
+    """An engine's answer from a script: bytes, exceptions to raise, HANG to wait for ever, callables to await."""
 
     def __init__(self, *script: Any, status: int = 200, headers: Pairs | None = None) -> None:
         self.status = status
@@ -183,6 +184,11 @@ class FakeEngines:
             raise self.refusals[url]
 
 
+@functools.cache
+def _default_settings() -> Settings:
+    return Settings.load()
+
+
 class World:
     """One HTTP face with fakes behind it."""
 
@@ -190,7 +196,7 @@ class World:
         for name in ("api_keys", "admin_keys"):
             if name in settings:
                 settings[name] = tuple(SecretStr(key) for key in settings[name])
-        self.settings = Settings(**settings)
+        self.settings = Settings.load(settings) if settings else _default_settings()
         self.hybrid = FakeHybrid(*script)
         self.registry = FakeRegistry(*nodes)
         self.engines = FakeEngines()
@@ -270,7 +276,7 @@ class Call:
         self.messages: list[dict[str, Any]] = [
             {"type": "http.request", "body": chunk, "more_body": i < len(chunks) - 1} for i, chunk in enumerate(chunks)
         ]
-        self.sent: list[dict[str, Any]] = []
+        self.sent: list[MutableMapping[str, Any]] = []
         self.gate: asyncio.Event | None = None
         self.receives = 0
         self._left = asyncio.Event()
@@ -295,7 +301,7 @@ class Call:
 
     receives_waiting = 0
 
-    async def send(self, message: dict[str, Any]) -> None:
+    async def send(self, message: MutableMapping[str, Any]) -> None:
         if self.gate is not None and message["type"] == "http.response.body":
             await self.gate.wait()
         if not self._left.is_set():
@@ -342,7 +348,7 @@ async def listening(app: Callable[..., Awaitable[None]]) -> AsyncIterator[int]:
     finally:
         server.close()
         for connection in list(state.connections):
-            connection.transport.abort()  # type: ignore[union-attr]
+            connection.transport.abort()
         await until(lambda: not state.tasks)
 
 

@@ -93,7 +93,9 @@ def test_loopback_is_trusted_by_default(peer: str) -> None:
     assert admin_says(authority("c", "a"), [], peer) is None
 
 
-@pytest.mark.parametrize("peer", [None, "", "testclient", STRANGER, "::ffff:203.0.113.9", "fe80::1%eth0", "127.0.0.1.x"])
+@pytest.mark.parametrize(
+    "peer", [None, "", "testclient", STRANGER, "::ffff:203.0.113.9", "fe80::1%eth0", "127.0.0.1.x"]
+)
 def test_others_are_not_and_a_unix_socket_is_nobody(peer: str | None) -> None:
     assert admin_says(authority("c", "a"), [], peer) is Unauthorized
 

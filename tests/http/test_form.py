@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import BadRequest
@@ -41,8 +43,16 @@ def test_unquoted_name_quoted_boundary_and_preamble() -> None:
     assert model_of(b"preamble\r\n" + form(("name=model", b"m")), b'Multipart/Form-Data; boundary="XX"') == "m"
 
 
-def test_a_file_called_model_is_no_model() -> None:
-    assert refused(form(('name="file"; filename="; name=model"', b"m"))).param == "model"
+@pytest.mark.parametrize(
+    "order",
+    [
+        'name="file"; filename="; name=model"',
+        'filename="; name=model"; name="file"',
+        'filename="model"; name="file"',
+    ],
+)
+def test_a_file_called_model_is_no_model(order: str) -> None:
+    assert refused(form((order, b"m"))).param == "model"
 
 
 def test_empty_content_is_read_as_empty() -> None:
@@ -69,7 +79,7 @@ def test_internal_field_is_refused() -> None:
         (b"--XX\r\n", TYPE),
         (b'--XX\r\nContent-Disposition: form-data; name="model"\r\n\r\nm', TYPE),
         (form(('name="model"', b"m"), boundary=b"YY"), TYPE),
-        (form(*[('name="a"', b"")] * (MAX_PARTS + 1)), TYPE),
+        (form(*[('name="model"', b"m")] * (MAX_PARTS + 1)), TYPE),
         (b"--XX\r\nA: " + b"a" * 10_000 + b"\r\n\r\n\r\n--XX--", TYPE),
     ],
 )
@@ -86,9 +96,8 @@ def test_is_form() -> None:
     assert not is_form(b"application/json") and not is_form(None)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_give_a_model_or_a_400(body: bytes) -> None:
-    try:
+    with contextlib.suppress(BadRequest):
         assert model_of(body)
-    except BadRequest:
-        pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import BadRequest
@@ -145,6 +145,7 @@ values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dic
 keys = st.sampled_from(NAMED_BY_THE_DESIGN) | st.text(max_size=8)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(keys, values, max_size=6), st.booleans())
 def test_what_is_forwarded_holds_all_of_the_users_and_nothing_internal(members: dict[str, object], ascii: bool) -> None:
     members = {**members, "model": "m"}

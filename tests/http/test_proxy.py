@@ -35,7 +35,9 @@ async def test_body_path_and_query_reach_the_engine_byte_for_byte() -> None:
     assert request.body == body and request.model == "m"
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/audio/x/y", "/v1/modelsx"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/audio/x/y", "/v1/modelsx"]
+)
 async def test_R91_any_post_under_v1_is_forwarded(path: str) -> None:
     world = World()
     assert (await world.post(path=path)).status == 200

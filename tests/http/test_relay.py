@@ -90,6 +90,7 @@ async def test_answer_without_body() -> None:
 async def test_status_that_is_none_is_a_502() -> None:
     answer = FakeAnswer(b"x", status=999)
     assert (await relayed(answer)).reply().status == 502
+    assert answer.outcomes[0] is Outcome.ENGINE_ERROR
 
 
 async def test_head_goes_out_before_the_first_chunk_and_each_chunk_when_it_came() -> None:
@@ -168,7 +169,9 @@ async def test_R46_chat_stream_that_ends_without_done_ends_with_an_error_event(
     assert answer.outcome == Outcome.ENGINE_ERROR
 
 
-@pytest.mark.parametrize("done", [DONE, b"data:[DONE]\n\n", b"data: [DONE]\r\n\r\n", b"data: [DONE]\n", b"data: [DONE]"])
+@pytest.mark.parametrize(
+    "done", [DONE, b"data:[DONE]\n\n", b"data: [DONE]\r\n\r\n", b"data: [DONE]\n", b"data: [DONE]"]
+)
 async def test_stream_with_done_in_any_spelling_and_fragmentation_passes_untouched(done: bytes) -> None:
     stream = b"data: x\n\n" + done
     for size in (1, 2, 3, 5, 7, len(stream)):

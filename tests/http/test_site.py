@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import schemathesis
+from hypothesis import HealthCheck, settings
 from openapi_spec_validator import validate
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
-from hypothesis import HealthCheck, settings
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
@@ -108,7 +108,9 @@ async def test_request_id_is_kept_on_every_answer() -> None:
         assert [v for k, v in reply.headers if k == b"x-request-id"] == [b"mine"]
 
 
-@pytest.mark.parametrize("path", ["/", "/openapi.json", "/health", "/v1/models", "/nodes/status", "/swagger-ui/start.js"])
+@pytest.mark.parametrize(
+    "path", ["/", "/openapi.json", "/health", "/v1/models", "/nodes/status", "/swagger-ui/start.js"]
+)
 async def test_head_is_answered_like_get(path: str) -> None:
     world = World(nodes=[NODE])
     head, get = await world.ask("HEAD", path), await world.ask("GET", path)
@@ -206,7 +208,7 @@ schema = schemathesis.openapi.from_dict(document())
 
 
 @schema.parametrize()
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 def test_schemathesis_finds_no_500_and_no_lie(case: Any) -> None:
     world = World(nodes=[NODE], admin_keys=["a"])
     world.engines.lists = _Anybody()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.http.sse import KEEP_BYTES, StreamTail
@@ -12,7 +14,7 @@ from app.http.sse import KEEP_BYTES, StreamTail
 def tail_of(stream: bytes, cuts: list[int] | None = None) -> StreamTail:
     tail = StreamTail()
     edges = sorted({0, len(stream), *(cut % (len(stream) + 1) for cut in cuts or [])})
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         tail.feed(stream[start:end])
     return tail
 
@@ -45,18 +47,21 @@ ends = st.sampled_from([b"\n", b"\r\n", b"\r", b"\n\n", b"\r\n\r\n", b"", b"\n\r
 streams = st.lists(st.tuples(pieces, ends), max_size=8).map(lambda parts: b"".join(a + b for a, b in parts))
 
 
+@settings(deadline=None)
 @given(streams, cuts)
 def test_done_is_seen_whatever_the_fragmentation(stream: bytes, at: list[int]) -> None:
     expected = any(line in (b"data: [DONE]", b"data:[DONE]") for line in lines_of(stream))
     assert tail_of(stream, at).done is expected
 
 
+@settings(deadline=None)
 @given(streams, cuts)
 def test_an_event_after_the_missing_newlines_is_an_event_of_its_own(stream: bytes, at: list[int]) -> None:
     closed = stream + tail_of(stream, at).missing_newlines()
     assert events_of(closed + b"data: {}\n\n") == [*events_of(closed), b"{}"]
 
 
+@settings(deadline=None)
 @given(streams)
 def test_byte_by_byte_is_the_same_as_in_one_piece(stream: bytes) -> None:
     one, many = tail_of(stream), tail_of(stream, list(range(len(stream))))

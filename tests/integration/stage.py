@@ -16,15 +16,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
+
+import pytest
 
 from tests.support import load
 from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
 from tests.support.http import Reply
+from tests.support.loop import LoopThread
 from tests.support.quiet import quiet_check
 from tests.support.redis import PrivateRedis, Space
 from tests.support.wait import eventually
@@ -56,21 +59,23 @@ class Fleet:
             if held is not None:
                 _close(held[1])
             space = Space(self.server, f"t{secrets.token_hex(6)}")
-            options = {"redis": space, **self._options}
+            options = {"redis": space, "namespace": space.namespace, **self._options}
             options["settings"] = {**options.get("settings", {}), **settings}
             self._running[name] = space, [Deployment(**options) for _ in range(self._masters)]
         return self._running[name]
 
     def close(self) -> None:
-        left = []
-        for space, masters in self._running.values():
-            for master in masters:
-                if master.process is not None and master.process.running:
-                    master.stop()
-                left += master.left_behind
+        masters = [master for _, held in self._running.values() for master in held]
+        running = [master for master in masters if master.process is not None and master.process.running]
+        try:
+            with ThreadPoolExecutor(len(running) or 1) as pool:
+                assert all(code == 0 for code in pool.map(Deployment.stop, running))
+            left = [line for master in masters for line in master.left_behind]
+            assert not left, f"processes left behind: {left}"
+        finally:
             _close(masters)
-            space.clear()
-        assert not left, f"processes left behind: {left}"
+            for space, _ in self._running.values():
+                space.clear()
 
 
 def _close(masters: Sequence[Deployment]) -> None:
@@ -87,7 +92,7 @@ class Stage:
         self.deployment = self.masters[0]
         self.urls = [master.url for master in self.masters]
         self.model = f"model-{secrets.token_hex(4)}"
-        self._make = make
+        self.make = make
         self.made: list[SimulatedEngine] = []
 
     def engine(self, *, speed: float | None = None, ready: bool = True, **knobs: Any) -> SimulatedEngine:
@@ -97,7 +102,7 @@ class Stage:
         self, count: int, *, speeds: Sequence[float | None] = (), ready: bool = True, **knobs: Any
     ) -> list[SimulatedEngine]:
         """Started and registered, all ready; `speeds` one by one."""
-        made = [self._make(**({"models": (self.model,)} | knobs)) for _ in range(count)]
+        made = [self.make(**({"models": (self.model,)} | knobs)) for _ in range(count)]
         self.made += made
         for i, engine in enumerate(made):
             self.deployment.add(engine, ready=False, **({"speed": speeds[i]} if speeds and speeds[i] else {}))
@@ -110,6 +115,8 @@ class Stage:
     def counts(self, *engines: SimulatedEngine) -> tuple[int, ...]:
         """Unfinished of each (default: all of the test), read from Redis in one command."""
         urls = [engine.url for engine in engines or self.made]
+        if not urls:
+            return ()
         return tuple(int(n or 0) for n in self.space.client.hmget(self.space.key("unfinished"), urls))
 
     def worker_ids(self) -> list[str]:
@@ -137,10 +144,13 @@ class Stage:
     def traffic(self, **options: Any) -> Traffic:
         return Traffic(self.urls, **({"model": self.model} | options))
 
-    def close(self) -> None:
-        """The quiet check, and none of the test's nodes stays."""
+    def close(self, *, alone: bool = True) -> None:
+        """The quiet check, and none of the test's nodes stays; not `alone`: others run on the deployment still."""
         try:
-            quiet_check(self.space, engines=self.made)
+            if alone:
+                quiet_check(self.space, engines=self.made)
+            else:
+                eventually(lambda: not any(self.counts()) and not any(engine.in_flight for engine in self.made))
         finally:
             for engine in self.made:
                 with contextlib.suppress(OSError, http.client.HTTPException):
@@ -154,6 +164,49 @@ def staged(space: Space, masters: Sequence[Deployment], make: EngineFactory) -> 
     yield stage
     space.server.ensure_running()
     stage.close()
+
+
+Scenario = Callable[[Stage], None]
+_SCENARIO = "evenhand_scenario"
+
+
+def beside(scenario: Scenario) -> Callable[[dict[str, Future[None]]], None]:
+    """Make a test of a scenario that mostly waits: those of one file run beside each other, on one deployment.
+
+    The file has a fixture `outcomes` that yields what `run_beside` returns.
+    """
+
+    def test(outcomes: dict[str, Future[None]]) -> None:
+        outcomes[scenario.__name__].result(0)
+
+    setattr(test, _SCENARIO, scenario)
+    test.__doc__ = scenario.__doc__
+    return test
+
+
+def run_beside(
+    request: pytest.FixtureRequest, space: Space, masters: Sequence[Deployment], loop: LoopThread
+) -> Iterator[dict[str, Future[None]]]:
+    """Run the scenarios of the file that were selected, all at once; they have ended when this yields."""
+    made: list[SimulatedEngine] = []
+
+    def make(**options: Any) -> SimulatedEngine:
+        made.append(SimulatedEngine(loop=loop, **options))
+        return made[-1]
+
+    def run(scenario: Scenario) -> None:
+        stage = Stage(space, masters, make)
+        scenario(stage)
+        stage.close(alone=False)
+
+    tests = [item.function for item in request.session.items if getattr(item, "module", None) is request.module]
+    scenarios = [getattr(test, _SCENARIO) for test in tests if hasattr(test, _SCENARIO)]
+    with ThreadPoolExecutor(len(scenarios)) as pool:
+        outcomes = {scenario.__name__: pool.submit(run, scenario) for scenario in scenarios}
+    yield outcomes
+    quiet_check(space, engines=made)
+    for engine in made:
+        engine.close()
 
 
 def start(work: Coroutine[Any, Any, T]) -> Future[T]:

@@ -13,6 +13,12 @@ from typing import Any
 import pytest
 
 from tests.integration.test_serving_shared import (
+    CONNECT_S,
+    FIRST_BYTE_S,
+    IDLE_S,
+    LIMIT_BYTES,
+    TIGHT,
+    TOTAL_S,
     Factory,
     broken_stream,
     chat,
@@ -34,16 +40,8 @@ from tests.support.engine import SimulatedEngine
 from tests.support.http import request
 from tests.support.wait import eventually
 
-CONNECT_S, FIRST_BYTE_S, IDLE_S = 0.5, 1.0, 0.7
-LIMIT_BYTES = 1_000_000
-SETTINGS = {
-    "connect_timeout_s": CONNECT_S,
-    "first_byte_timeout_s": FIRST_BYTE_S,
-    "idle_timeout_s": IDLE_S,
-    "max_body_size": "1MB",
-}
-
-_of_module, _engine_of_module, deployment, engine = shared_deployment(2, settings=SETTINGS)
+pytest_plugins = ["tests.integration.test_serving_shared"]
+_of_module, _engine_of_module, deployment, engine = shared_deployment(2, settings=TIGHT)
 
 
 # --- the client's mistakes
@@ -363,23 +361,17 @@ def test_r50_silence_within_an_answer_that_is_no_stream_ends_it(
 
 
 def test_r50_a_long_stream_is_cut_by_none_of_these(deployment: Deployment, engine: SimulatedEngine) -> None:
-    engine.set(chunks=8, gap_s=0.35)
+    engine.set(chunks=8, gap_s=0.22)
     reply, took_s = _timed(lambda: chat(deployment, chat_body(stream=True)))
     assert took_s > CONNECT_S + FIRST_BYTE_S + IDLE_S
     assert events(reply.body)[-1] == "[DONE]"
 
 
-def test_r50_the_whole_answer_has_a_limit_only_when_it_is_set(
-    deployment_factory: Callable[..., Deployment], engine_factory: Factory
-) -> None:
-    limited = deployment_factory(1, settings={"total_timeout_s": 1.0})
-    steady = engine_factory(gap_s=0.1, chunks=50)
-    limited.add(steady)
-    streamed, took_s = _timed(lambda: chat(limited, chat_body(stream=True)))
-    assert 0.9 < took_s < 2
-    *chunks, last = events(streamed.body)
-    assert 7 <= len(chunks) <= 11
+def test_r50_the_whole_answer_has_its_own_limit(deployment: Deployment, engine: SimulatedEngine) -> None:
+    engine.set(chunks=100, gap_s=0.1)
+    reply, took_s = _timed(lambda: chat(deployment, chat_body(stream=True)))
+    assert TOTAL_S - 0.1 < took_s < TOTAL_S + 1
+    *chunks, last = events(reply.body)
+    assert 20 <= len(chunks) <= 26
     assert "error" in json.loads(last)
-    plain, took_s = _timed(lambda: chat(limited))
-    openai_error(plain, 504, 10402)
-    assert 0.9 < took_s < 2
+    eventually(lambda: len(engine.aborts) == 1, within_s=1)

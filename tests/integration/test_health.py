@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from tests.integration.stage import EngineFactory, Fleet, Stage, during, staged
+from tests.integration.stage import EngineFactory, Fleet, Stage, beside, during, run_beside, staged
 from tests.integration.test_strategies import served
 from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
+from tests.support.loop import LoopThread
 from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
 
-INTERVAL_S, TIMEOUT_S, DOWN_AFTER, BUSY_GRACE_S, EXPIRATION_S = 1.0, 0.3, 3, 2.0, 2.0
+INTERVAL_S, TIMEOUT_S, DOWN_AFTER, BUSY_GRACE_S, EXPIRATION_S = 1.0, 0.5, 3, 1.5, 2.0
 SETTINGS = {
     "probe_interval_s": INTERVAL_S,
     "probe_timeout_s": TIMEOUT_S,
@@ -38,6 +40,11 @@ def stage(fleet: Fleet, engine_factory: EngineFactory) -> Iterator[Stage]:
         yield one
 
 
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest, fleet: Fleet, engine_loop: LoopThread) -> Iterator[dict[str, Any]]:
+    yield from run_beside(request, *fleet.get(), engine_loop)
+
+
 def states(stage: Stage) -> dict[str, str]:
     return {url: node["state"] for url, node in stage.deployment.nodes("?all=1").items()}
 
@@ -46,23 +53,35 @@ def models_of(deployment: Deployment) -> list[str]:
     return [model["id"] for model in deployment.get("/v1/models").json()["data"]]
 
 
+def even_again(stage: Stage, *two: SimulatedEngine) -> None:
+    """Both get their half of what comes."""
+    for engine in two:
+        engine.set(ttft_s=0.7)
+        engine.forget()
+    assert all(answer.ok for answer in stage.many(20).result(10))
+    assert served(list(two)) == [10, 10]
+
+
 # --- requests are no probes
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 413, 422, 429, 500])
-def test_r18_r19_answers_that_refuse_a_request_change_no_node(stage: Stage, status: int) -> None:
+def test_r18_r19_answers_that_refuse_a_request_change_no_node(stage: Stage) -> None:
     body = b'{"error": {"message": "as the engine says it"}}'
-    engines = stage.engines(2, status=status, body=body, only_for="poison")
-    bad = stage.many(50, prompt="poison").result(10)
-    assert {(answer.status, answer.body) for answer in bad} == {(status, body)}
-    good = stage.many(50).result(10)
-    assert all(answer.ok for answer in good)
-    assert {states(stage)[engine.url] for engine in engines} == {"ready"}
+    engines = stage.engines(2, body=body, only_for="poison")
+    for status in (400, 401, 404, 413, 422, 429, 500):
+        for engine in engines:
+            engine.set(status=status)
+        bad = stage.many(50, concurrency=25, prompt="poison").result(10)
+        assert {(answer.status, answer.body) for answer in bad} == {(status, body)}
+        good = stage.many(50, concurrency=25).result(10)
+        assert all(answer.ok for answer in good)
+        assert {states(stage)[engine.url] for engine in engines} == {"ready"}
 
 
 # --- busy is not dead
 
 
+@beside
 def test_r26_engine_too_busy_for_probes_stays_while_its_requests_succeed(stage: Stage) -> None:
     engine = stage.engine()
     engine.set(health_delay_s=8)
@@ -74,13 +93,14 @@ def test_r26_engine_too_busy_for_probes_stays_while_its_requests_succeed(stage: 
     missed = [p for p in engine.probes if p.started_s >= slow_since_s]
     assert len(missed) > DOWN_AFTER, "it must have been probed all the time"
     # The same silence without traffic is a node that is down.
-    eventually(lambda: states(stage)[engine.url] == "down", within_s=BUSY_GRACE_S + DOWN_WITHIN_S)
+    eventually(lambda: states(stage)[engine.url] == "down", within_s=BUSY_GRACE_S + DOWN_WITHIN_S, every_s=0.05)
     assert stage.many(1).result(5)[0].status == 503
     engine.set(health_delay_s=0)
-    eventually(lambda: states(stage)[engine.url] == "ready", within_s=5)
+    eventually(lambda: states(stage)[engine.url] == "ready", within_s=5, every_s=0.05)
     assert stage.many(1).result(5)[0].ok
 
 
+@beside
 def test_one_missed_probe_takes_no_node_down(stage: Stage) -> None:
     engine = stage.engine()
     engine.forget()
@@ -94,48 +114,47 @@ def test_one_missed_probe_takes_no_node_down(stage: Stage) -> None:
 # --- dead
 
 
+@beside
 def test_r28_killed_engine_is_out_within_two_probes_and_back_without_restart(stage: Stage) -> None:
     dying, living = stage.engines(2)
     dying.crash()
-    eventually(lambda: states(stage)[dying.url] == "down", within_s=2 * INTERVAL_S + 0.5)
+    eventually(lambda: states(stage)[dying.url] == "down", within_s=2 * INTERVAL_S + 0.5, every_s=0.05)
     answers = stage.many(40, concurrency=10).result(10)
     assert all(answer.ok for answer in answers)
     assert len(living.requests) == 40
     dying.start()
-    eventually(lambda: states(stage)[dying.url] == "ready", within_s=5)
-    for engine in (dying, living):
-        engine.set(ttft_s=0.5)
-        engine.forget()
-    assert all(answer.ok for answer in stage.many(20).result(10))
-    assert served([dying, living]) == [10, 10]
+    eventually(lambda: states(stage)[dying.url] == "ready", within_s=5, every_s=0.05)
+    even_again(stage, dying, living)
 
 
+@beside
 def test_known_model_without_a_living_node_is_503_with_retry_after(stage: Stage) -> None:
     engine = stage.engine()
     engine.crash()
-    eventually(lambda: states(stage)[engine.url] == "down", within_s=3)
+    eventually(lambda: states(stage)[engine.url] == "down", within_s=3, every_s=0.05)
     answer = stage.many(1).result(5)[0]
     assert answer.status == 503
     assert 0 < int(answer.headers["retry-after"]) <= 60
     assert answer.json()["error_code"] == 10401
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     engine.start()
-    eventually(lambda: states(stage)[engine.url] == "ready", within_s=5)
+    eventually(lambda: states(stage)[engine.url] == "ready", within_s=5, every_s=0.05)
 
 
+@beside
 def test_gone_node_leaves_the_lists_and_comes_back_by_itself(stage: Stage) -> None:
     engine = stage.engine()
     deployment = stage.deployment
     assert stage.model in models_of(deployment)
     engine.crash()
     crashed_s = time.monotonic()
-    eventually(lambda: engine.url not in deployment.nodes(), within_s=EXPIRATION_S + 4)
+    eventually(lambda: engine.url not in deployment.nodes(), within_s=EXPIRATION_S + 4, every_s=0.05)
     assert time.monotonic() - crashed_s > EXPIRATION_S * 0.9
     assert deployment.nodes("?all=1")[engine.url]["state"] == "gone"
     assert stage.model not in models_of(deployment)
     assert stage.many(1).result(5)[0].status in (404, 503)
     engine.start()  # it does not register again: LMDeploy's engines do so once in their life
-    eventually(lambda: states(stage)[engine.url] == "ready", within_s=15)
+    eventually(lambda: states(stage)[engine.url] == "ready", within_s=15, every_s=0.05)
     assert stage.model in models_of(deployment)
     assert stage.many(1).result(5)[0].ok
 
@@ -143,43 +162,43 @@ def test_gone_node_leaves_the_lists_and_comes_back_by_itself(stage: Stage) -> No
 # --- not yet
 
 
+@beside
 def test_r30_node_is_pending_until_it_answers(stage: Stage) -> None:
     ready = stage.engine()
     later = stage.engine(ready=False, refuse=True)
     assert stage.deployment.nodes()[later.url]["state"] == "pending"
-    for _ in during(2 * INTERVAL_S, every_s=0.1):
+    for _ in during(1.2 * INTERVAL_S, every_s=0.1):
         assert states(stage)[later.url] == "pending"
     assert all(answer.ok for answer in stage.many(20).result(5))
     assert (len(ready.requests), len(later.requests)) == (20, 0)
     later.set(refuse=False)
     # The first probe comes within 1 s, then every second.
-    eventually(lambda: states(stage)[later.url] == "ready", within_s=2.5)
-    for engine in (ready, later):
-        engine.set(ttft_s=0.5)
-        engine.forget()
-    assert all(answer.ok for answer in stage.many(20).result(5))
-    assert served([ready, later]) == [10, 10]
+    eventually(lambda: states(stage)[later.url] == "ready", within_s=2.5, every_s=0.05)
+    even_again(stage, ready, later)
 
 
-@pytest.mark.parametrize(("word", "status"), [("sleeping", 200), ("initializing", 503)])
-def test_r30_engine_that_sleeps_or_initializes_is_not_routed_and_not_deleted(
-    stage: Stage, word: str, status: int
-) -> None:
+@beside
+def test_r30_engine_that_sleeps_is_not_routed_and_not_deleted(stage: Stage) -> None:
+    not_routed_not_deleted(stage, "sleeping", 200)
+
+
+@beside
+def test_r30_engine_that_initializes_is_not_routed_and_not_deleted(stage: Stage) -> None:
+    not_routed_not_deleted(stage, "initializing", 503)
+
+
+def not_routed_not_deleted(stage: Stage, word: str, status: int) -> None:
     other, engine = stage.engines(2)
     engine.set(health_word=word, health_status=status)
-    eventually(lambda: states(stage)[engine.url] not in ("ready", "down", "gone"), within_s=3)
+    eventually(lambda: states(stage)[engine.url] not in ("ready", "down", "gone"), within_s=3, every_s=0.05)
     engine.forget()
     assert all(answer.ok for answer in stage.many(20, concurrency=5).result(5))
     assert (len(engine.requests), len(other.requests)) == (0, 20)
     for _ in during(EXPIRATION_S + 1, every_s=0.1):  # longer than a node that is down would be listed
         assert engine.url in stage.deployment.nodes()
     engine.set(health_word="healthy", health_status=200)
-    eventually(lambda: states(stage)[engine.url] == "ready", within_s=4)
-    for one in (other, engine):
-        one.set(ttft_s=0.5)
-        one.forget()
-    assert all(answer.ok for answer in stage.many(20).result(5))
-    assert served([other, engine]) == [10, 10]
+    eventually(lambda: states(stage)[engine.url] == "ready", within_s=4, every_s=0.05)
+    even_again(stage, other, engine)
 
 
 def test_engine_without_models_and_without_answer_is_504_and_not_added(stage: Stage) -> None:
@@ -193,37 +212,33 @@ def test_engine_without_models_and_without_answer_is_504_and_not_added(stage: St
 # --- configured nodes
 
 
-def test_r29_starts_with_a_configured_node_down_and_uses_it_once_it_is_up(
-    engine_factory: EngineFactory, deployment_factory: Callable[..., Deployment]
-) -> None:
-    up = [engine_factory(models=("a",)), engine_factory(models=("b",))]
-    down = engine_factory(models=("c",), refuse=True)
-    begun_s = time.monotonic()
+@beside
+def test_r29_starts_with_a_configured_node_down_and_uses_it_once_it_is_up(stage: Stage) -> None:
+    up = [stage.make(models=("a",)), stage.make(models=("b",))]
+    down = stage.make(models=("c",), refuse=True)
+    added = stage.make(models=("d",))
     settings = {"nodes": [engine.url for engine in (*up, down)], "heartbeat_expiration_s": 1, "forget_after_s": 2}
-    deployment = deployment_factory(2, settings={**SETTINGS, **settings})
-    assert time.monotonic() - begun_s < 10, "a node that is down holds nothing up"
-    deployment.wait_for_state("ready", *up)
-    assert models_of(deployment) == ["a", "b"]
-    assert chat(deployment, "a") == 200
-    assert chat(deployment, "b") == 200
-    assert chat(deployment, "c") in (404, 503)
-    assert deployment.get("/ready").status == 200
-
-    # Beside it a node that was added at run time: that one is forgotten in the end, the configured one never.
-    added = engine_factory(models=("d",))
-    deployment.add(added)
-    added.crash()
-    eventually(lambda: added.url not in deployment.nodes("?all=1"), within_s=15)
-    assert down.url in deployment.nodes("?all=1")
-    down.set(refuse=False)
-    eventually(lambda: chat(deployment, "c") == 200, within_s=15)
-    assert "c" in models_of(deployment)
+    with Deployment(1, redis=stage.space.server, namespace=stage.model, settings=SETTINGS | settings) as deployment:
+        deployment.wait_for_state("ready", *up)
+        assert models_of(deployment) == ["a", "b"]
+        assert (chat(deployment, "a"), chat(deployment, "b")) == (200, 200)
+        assert chat(deployment, "c") in (404, 503)
+        assert deployment.get("/ready").status == 200
+        # Beside it a node that was added at run time: that one is forgotten in the end, the configured one never.
+        deployment.add(added)
+        added.crash()
+        eventually(lambda: added.url not in deployment.nodes("?all=1"), within_s=15, every_s=0.05)
+        assert down.url in deployment.nodes("?all=1")
+        down.set(refuse=False)
+        eventually(lambda: chat(deployment, "c") == 200, within_s=15, every_s=0.05)
+        assert "c" in models_of(deployment)
+        deployment.stop()
 
 
-def test_r29_starts_with_no_node_at_all(deployment_factory: Callable[..., Deployment]) -> None:
-    deployment = deployment_factory(2, settings=SETTINGS)
+def test_r29_without_any_node_all_answers_are_clean(stage: Stage) -> None:
+    deployment = stage.deployment  # it was started with none, and that is how the other tests leave it
     assert deployment.get("/v1/models").json() == {"object": "list", "data": []}
-    assert deployment.nodes() == {}
+    assert deployment.nodes("?all=1") == {}
     reply = deployment.post("/v1/chat/completions", {"model": "any", "messages": []})
     assert reply.status == 503
     assert reply.json()["error_code"] == 10401
@@ -231,10 +246,9 @@ def test_r29_starts_with_no_node_at_all(deployment_factory: Callable[..., Deploy
     ready = deployment.get("/ready")
     assert ready.status == 503
     assert "node" in ready.text, "it says why"
-    with SimulatedEngine(models=("any",)) as engine:
-        deployment.add(engine)
-        assert chat(deployment, "any") == 200
-        assert deployment.get("/ready").status == 200
+    stage.engine()
+    assert chat(deployment, stage.model) == 200
+    assert deployment.get("/ready").status == 200
 
 
 def chat(deployment: Deployment, model: str) -> int:

@@ -29,6 +29,7 @@ from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
 from tests.support.http import request
 
+pytest_plugins = ["tests.integration.test_serving_shared"]
 _of_module, _engine_of_module, deployment, engine = shared_deployment(2)
 
 MB = 1_000_000
@@ -138,6 +139,15 @@ def test_a_client_of_few_words_gets_none_added_but_forwarding_and_request_id(
     names = sorted(name.lower() for name, _ in engine.requests[0].headers)
     forwarded = [b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto"]
     assert names == [b"content-length", b"host", *forwarded, b"x-request-id"]
+
+
+def test_r85_without_an_engine_key_the_engine_sees_no_key_at_all(
+    deployment: Deployment, engine: SimulatedEngine
+) -> None:
+    chat(deployment, authorization="Bearer sk-clients-own")
+    chat(deployment, authorization="Basic c2VjcmV0")
+    assert [values(record, b"authorization") for record in engine.requests] == [[], []]
+    assert all(b"sk-clients-own" not in value for record in engine.requests for _, value in record.headers)
 
 
 def test_x_forwarded_for_is_appended_to(deployment: Deployment, engine: SimulatedEngine) -> None:

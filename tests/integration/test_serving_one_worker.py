@@ -29,6 +29,7 @@ from tests.support.engine import SimulatedEngine
 from tests.support.redis import PrivateRedis, Space
 from tests.support.wait import aeventually, eventually
 
+pytest_plugins = ["tests.integration.test_serving_shared"]
 _of_module, _engine_of_module, deployment, engine = shared_deployment(1)
 
 MB = 1_000_000
@@ -109,7 +110,6 @@ def test_a_slow_client_slows_its_engine_and_memory_stays_bounded(
     with connected(deployment.url, timeout_s=20, receive_bytes=64 * 1024) as s:
         s.sendall(raw_post(["Host: h", "X-Request-Id: same", f"Content-Length: {len(body)}"], body))
         (sent,) = _stopped_at(engine)
-        print("SENT", sent, _resident_bytes(pid) - before)
         assert sent < ON_ITS_WAY_BYTES, f"{sent / MB:.0f} MB taken from the engine for a client that reads nothing"
         grown = _resident_bytes(pid) - before
         assert grown < GROWTH_BYTES, f"the worker grew by {grown / MB:.0f} MB"
@@ -126,7 +126,7 @@ def test_slow_clients_slow_no_other_stream(deployment: Deployment, engine: Simul
         for _ in range(5):
             s = stack.enter_context(connected(deployment.url, receive_bytes=64 * 1024))
             s.sendall(raw_post(["Host: h", f"Content-Length: {len(body)}"], body))
-        print(_stopped_at(engine, requests=5))
+        _stopped_at(engine, requests=5)
         assert engine.in_flight == 5
         engine.set(text="token", chunks=10, gap_s=0.05)
         for _ in range(3):  # a busy machine may be late by itself

@@ -5,6 +5,7 @@ Holds no test. Nothing here knows the code under test; the expected words are LM
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -13,6 +14,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -20,41 +22,96 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.support import load
 from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
 from tests.support.http import Reply, request
 from tests.support.loop import LoopThread
 from tests.support.quiet import quiet_check
 from tests.support.redis import PrivateRedis, Space
+from tests.support.wait import eventually
 from workers.engine_answers import Knobs
 from workers.engine_http import Record
 
 Factory = Callable[..., SimulatedEngine]
 
 
-def shared_deployment(workers: int = 2, *, key: str | None = None, **options: Any) -> tuple[Any, ...]:
+CONNECT_S, FIRST_BYTE_S, IDLE_S, TOTAL_S = 0.3, 0.6, 0.4, 2.5
+LIMIT_BYTES = 1_000_000
+# Short times and a small body: what the tests of failures run on.
+TIGHT = {
+    "connect_timeout_s": CONNECT_S,
+    "first_byte_timeout_s": FIRST_BYTE_S,
+    "idle_timeout_s": IDLE_S,
+    "total_timeout_s": TOTAL_S,
+    "max_body_size": "1MB",
+}
+
+
+class Deployments:
+    """The deployments of the session, one for each set of options: a start takes a second or two."""
+
+    def __init__(self, server: PrivateRedis) -> None:
+        self._server = server
+        self._made: dict[str, Deployment] = {}
+
+    def get(self, workers: int, **options: Any) -> Deployment:
+        self._server.ensure_running()
+        name = json.dumps([workers, options], sort_keys=True)
+        made = self._made.get(name)
+        if made is None or made.process is None or not made.process.running:
+            if made is not None:
+                made.close()
+            made = Deployment(workers, redis=Space(self._server, f"t{secrets.token_hex(6)}"), **options)
+            self._made[name] = made
+        return made
+
+    def close(self) -> None:
+        left: list[str] = []
+        try:
+            for made in self._made.values():
+                if made.process is not None and made.process.running:
+                    made.stop()
+                left += made.left_behind
+        finally:
+            for made in self._made.values():
+                made.close()
+        assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def deployments_of_session(redis_server: PrivateRedis) -> Iterator[Deployments]:
+    """In force where a module says `pytest_plugins = [this module]`: so it is one for all of them."""
+    deployments = Deployments(redis_server)
+    yield deployments
+    deployments.close()
+
+
+def shared_deployment(
+    workers: int = 2, *, key: str | None = None, client_key: str | None = None, **options: Any
+) -> tuple[Any, ...]:
     """Fixtures to bind in a test module; the names on the left are free, those of the fixtures are not.
 
+        pytest_plugins = ["tests.integration.test_serving_shared"]
         _of_module, _engine_of_module, deployment, engine = shared_deployment(settings={"grace_s": 1})
 
-    `deployment` and `engine` live as long as the module, because a start takes a second and so does a node's
-    first probe. Each test finds `engine` (model "sim") ready, with its knobs at their defaults and nothing
-    recorded; engines of its own it gives models of their own. Each test ends with the quiet check.
+    `deployment` may live as long as the session and `engine` lives as long as the module, because a start takes
+    time and so does a node's first probe. Each test finds `engine` (model "sim") ready, with its knobs at their
+    defaults and nothing recorded; engines of its own it gives models of their own. Each test ends with the quiet
+    check, and its nodes are removed.
 
     Args:
         key: the admin key, where the deployment wants one even from loopback.
+        client_key: a key for /v1, where it is not the same.
     """
     admin = {"authorization": f"Bearer {key}"} if key else None
+    client = {"authorization": f"Bearer {client_key or key}"} if key else None
 
     @pytest.fixture(scope="module", name="deployment_of_module")
-    def deployment_of_module(redis_server: PrivateRedis) -> Iterator[Deployment]:
-        redis_server.ensure_running()
-        space = Space(redis_server, f"t{secrets.token_hex(6)}")
-        with Deployment(workers, redis=space, **options) as deployment:
-            yield deployment
-            deployment.stop()
-            assert not deployment.left_behind
-        space.clear()
+    def deployment_of_module(deployments_of_session: Deployments) -> Iterator[Deployment]:
+        deployment = deployments_of_session.get(workers, **options)
+        yield deployment
+        remove_nodes(deployment, headers=admin)
 
     @pytest.fixture(scope="module", name="engine_of_module")
     def engine_of_module(engine_loop: LoopThread) -> Iterator[SimulatedEngine]:
@@ -81,14 +138,79 @@ def shared_deployment(workers: int = 2, *, key: str | None = None, **options: An
         engine.forget()
         if deployment.nodes("?all=1", headers=admin).get(engine.url, {}).get("state") != "ready":
             deployment.add(engine, within_s=20, headers=admin)
+            on_every_worker(deployment, lambda: "sim" in deployment.get("/v1/models", headers=client).text)
         return engine
 
     return deployment_of_module, engine_of_module, deployment_of_test, engine_of_test
 
 
+def on_every_worker(deployment: Deployment, check: Callable[[], bool], *, within_s: float = 1.0) -> None:
+    """`check` asks on a connection of its own each time: 12 in a row reach both of two workers."""
+    eventually(lambda: all(check() for _ in range(12)), within_s=within_s)
+
+
 def remove_nodes(deployment: Deployment, *, but: str = "", headers: dict[str, str] | None = None) -> None:
     for url in set(deployment.nodes("?all=1", headers=headers)) - {but}:
         assert deployment.post("/nodes/remove", {"url": url}, headers=headers).status == 200
+
+
+Scenario = Callable[[Deployment, Factory], None]
+
+
+class Together:
+    """Scenarios that run at the same time, because they mostly wait; each is a test with its own name.
+
+        together = Together(settings={"probe_interval_s": 1})
+        running = together.fixture()
+
+        @together
+        def test_a_rule(deployment: Deployment, make: Factory) -> None: ...
+
+    They share one deployment, so each gives its engines models of its own. Only those that were selected run.
+    """
+
+    def __init__(self, workers: int = 2, **options: Any) -> None:
+        self._workers = workers
+        self._options = options
+        self._scenarios: dict[str, Scenario] = {}
+
+    def __call__(self, scenario: Scenario) -> Callable[..., None]:
+        name = scenario.__name__
+        self._scenarios[name] = scenario
+
+        def test(running: dict[str, Future[None]]) -> None:
+            running[name].result(60)
+
+        test.__name__ = test.__qualname__ = name
+        test.__doc__ = scenario.__doc__
+        return test
+
+    def fixture(self) -> Any:
+        """To be bound as `running` in the module."""
+
+        @pytest.fixture(scope="module", name="running")
+        def running(
+            request: pytest.FixtureRequest, deployments_of_session: Deployments, engine_loop: LoopThread
+        ) -> Iterator[dict[str, Future[None]]]:
+            deployment = deployments_of_session.get(self._workers, **self._options)
+            made: list[SimulatedEngine] = []
+
+            def make(**options: Any) -> SimulatedEngine:
+                made.append(SimulatedEngine(loop=engine_loop, **options))
+                return made[-1]
+
+            mine = {item.name for item in request.session.items if item.path == request.path}
+            chosen = {name: scenario for name, scenario in self._scenarios.items() if name in mine}
+            with ThreadPoolExecutor(max(len(chosen), 1)) as pool:
+                yield {name: pool.submit(scenario, deployment, make) for name, scenario in chosen.items()}
+            try:
+                assert deployment.space is not None
+                quiet_check(deployment.space, engines=made)
+            finally:
+                for engine in made:
+                    engine.close()
+
+        return running
 
 
 # --- requests
@@ -108,6 +230,14 @@ def chat(deployment: Deployment, body: bytes | None = None, **headers: str) -> R
     """One chat request on a connection of its own; `headers` with _ for -."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return post_json(deployment.url, "/v1/chat/completions", body if body is not None else chat_body(), named)
+
+
+def streams(deployment: Deployment, n: int, model: str = "sim", **fields: Any) -> Future[list[load.Answer]]:
+    """`n` streams in the background."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(lambda: asyncio.run(load.many(deployment.url, n, stream=True, model=model, **fields)))
+    pool.shutdown(wait=False)
+    return future
 
 
 @dataclass

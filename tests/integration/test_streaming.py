@@ -26,6 +26,7 @@ from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
 from tests.support.wait import eventually
 
+pytest_plugins = ["tests.integration.test_serving_shared"]
 _of_module, _engine_of_module, deployment, engine = shared_deployment(2)
 
 ON_TIME_S = 0.05  # R41

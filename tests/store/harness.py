@@ -6,10 +6,9 @@ The objects are the real ones; what stands here only wires them as `app.main` do
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Self
 
@@ -91,7 +90,9 @@ class Worker:
 
 
 @asynccontextmanager
-async def workers(space: Space, count: int, *, url: str | None = None, **options: object) -> AsyncIterator[list[Worker]]:
+async def workers(
+    space: Space, count: int, *, url: str | None = None, **options: object
+) -> AsyncIterator[list[Worker]]:
     """`count` workers of one deployment, named w1, w2, ..., each with draws of its own."""
     async with AsyncExitStack() as stack:
         made = [
@@ -185,19 +186,6 @@ class Load:
             finally:
                 ticket.release(succeeded=self._draws.random() < 0.8)
                 self.done += 1
-
-
-async def become(call: Callable[[], Awaitable[object]], wanted: object, *, within_s: float = 2.0) -> None:
-    """Poll an async `call` until it returns `wanted`."""
-    deadline_s = time.monotonic() + within_s
-    got: object = None
-    while time.monotonic() < deadline_s:
-        with contextlib.suppress(AssertionError):
-            got = await call()
-            if got == wanted:
-                return
-        await asyncio.sleep(0.005)
-    raise AssertionError(f"still {got!r}, not {wanted!r}, after {within_s} s")
 
 
 def registered(space: Space) -> dict[str, dict[str, str]]:

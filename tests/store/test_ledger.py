@@ -125,9 +125,7 @@ def quarter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_r12_idle_equal_nodes_are_taken_equally_often(
-    redis: Space, strategy: str, quarter_seconds: None
-) -> None:
+async def test_r12_idle_equal_nodes_are_taken_equally_often(redis: Space, strategy: str, quarter_seconds: None) -> None:
     async with Worker(redis.url, redis.namespace, "w1", strategy=strategy, seed=12) as worker:
         for url in (A, B, C):
             await worker.add_ready(url)
@@ -197,7 +195,9 @@ async def test_r16_a_closed_loop_follows_the_speeds(redis: Space) -> None:
 # --- the latency window ---------------------------------------------------------------------------
 
 
-async def test_the_window_holds_the_last_15_successes_newest_first(redis: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_window_holds_the_last_15_successes_newest_first(
+    redis: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: now_s, time_ns=ledger_module.time.time_ns)
     monkeypatch.setattr(ledger_module, "time", clock)
@@ -345,9 +345,7 @@ async def test_an_acquire_raises_what_the_selection_raises_and_counts_nothing(re
         assert [ticket.url for ticket in await worker.take()] == [A]
 
 
-async def test_an_acquire_follows_a_registry_that_keeps_changing(
-    redis: Space, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_acquire_follows_a_registry_that_keeps_changing(redis: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at the registry is out of date by the time the acquire runs: it must still end."""
     async with Worker(redis.url, redis.namespace, "w1") as worker:
         await worker.add_ready(A)

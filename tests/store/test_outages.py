@@ -272,9 +272,10 @@ async def test_replies_are_lost_after_the_scripts_ran(redis: Space) -> None:
 
 
 async def test_an_acquire_whose_reply_is_lost_counts_once(redis: Space) -> None:
-    async with LossyRoad(redis.server.socket) as road, Worker(
-        road.url, redis.namespace, "w1", timeout_s=TIMEOUT_S
-    ) as worker:
+    async with (
+        LossyRoad(redis.server.socket) as road,
+        Worker(road.url, redis.namespace, "w1", timeout_s=TIMEOUT_S) as worker,
+    ):
         await worker.add_ready(A)
         road.swallow = True
         taking = asyncio.create_task(worker.take(10))
@@ -290,6 +291,7 @@ async def test_a_connection_lost_in_the_turn_in_which_it_was_made_is_noticed(red
     """The reply to the joining restate and the end of the connection come in one read."""
     async with LossyRoad(redis.server.socket) as road, Worker(redis.url, redis.namespace, "w1") as worker:
         await worker.add_ready(A)
+        worker.ledger._keeper.cancel()  # type: ignore[union-attr]
         worker.ledger._address = RedisAddress.parse(road.url)
         real = Pipeline.call
 
@@ -304,6 +306,8 @@ async def test_a_connection_lost_in_the_turn_in_which_it_was_made_is_noticed(red
             with pytest.raises(StoreUnavailable):
                 await worker.ledger._join()
         assert road.append == b"", "the reply must have been spoilt"
+        assert not worker.shared
+        worker.ledger._keeper = asyncio.create_task(worker.ledger._keep())
         await aeventually(lambda: worker.shared)
         await worker.take()
         assert totals(redis) == {A: 1}

@@ -10,13 +10,14 @@ from typing import Any
 
 import msgpack
 import pytest
+import redis as redis_client
 
 from app.nodes import Node, Role, State
 from app.store.keys import Keys
 from app.store.registry import NodeStatus, Registry, node_from_fields, node_to_fields
 from app.store.snapshot import Snapshot
-from tests.store.harness import SCRIPTS, Worker, become, give_back, of, registered, totals, workers
-from tests.support.redis import Space, TcpProxy
+from tests.store.harness import SCRIPTS, Worker, give_back, of, registered, totals, workers
+from tests.support.redis import Space
 from tests.support.wait import aeventually
 
 A, B, C = "http://10.0.0.1:23333", "http://10.0.0.2:23333", "http://10.0.0.3:23333"
@@ -37,9 +38,7 @@ class Watcher:
 
     def __init__(self, space: Space, count: int) -> None:
         self.registries = [
-            Registry(
-                redis_url=space.url, keys=Keys(space.namespace), scripts=SCRIPTS, worker=f"w{i}", timeout_s=0.5
-            )
+            Registry(redis_url=space.url, keys=Keys(space.namespace), scripts=SCRIPTS, worker=f"w{i}", timeout_s=0.5)
             for i in range(count)
         ]
 
@@ -106,6 +105,7 @@ async def test_a_static_node_stays_so_when_its_engine_registers_itself(redis: Sp
 
 async def test_every_change_moves_the_version_and_nothing_else_does(redis: Space) -> None:
     async with Watcher(redis, 1) as (registry,):
+
         async def moved(change: Any) -> tuple[Any, int]:
             before = version_of(redis)
             result = await change
@@ -362,7 +362,8 @@ async def test_all_keys_of_a_namespace_share_one_cluster_slot() -> None:
 
 async def test_an_engines_key_shows_nowhere_but_in_its_own_hash(redis: Space, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    events = redis.client.pubsub()
+    client = redis_client.Redis(unix_socket_path=str(redis.server.socket))
+    events = client.pubsub()
     events.subscribe(redis.key("events"))
     async with Worker(redis.url, redis.namespace, "w1") as worker:
         await worker.add_ready(A, key=SECRET)
@@ -385,10 +386,12 @@ async def test_an_engines_key_shows_nowhere_but_in_its_own_hash(redis: Space, ca
         got: list[Any] = []
         assert SECRET not in repr(await aeventually(heard))
     events.close()
+    client.close()
 
 
 async def test_an_event_says_what_changed(redis: Space) -> None:
-    received = redis.server.client.__class__(unix_socket_path=str(redis.server.socket)).pubsub()
+    client = redis_client.Redis(unix_socket_path=str(redis.server.socket))
+    received = client.pubsub()
     received.subscribe(redis.key("events"))
     async with Watcher(redis, 1) as (registry,):
         await registry.add(A, **plain())
@@ -403,7 +406,7 @@ async def test_an_event_says_what_changed(redis: Space) -> None:
         await aeventually(heard)
         assert event == {"change": "add", "url": A, "version": 1, "worker": "w0"}
     received.close()
-    received.connection_pool.disconnect()
+    client.close()
 
 
 # --- damage ---------------------------------------------------------------------------------------
@@ -413,7 +416,6 @@ DAMAGE: list[tuple[str, ...]] = [
     ("DEL", f"node:{A}"),
     ("DEL", "version"),
     ("DEL", "engine_keys"),
-    ("DEL", "restored_from"),
     ("HDEL", f"node:{A}", "models"),
     ("HDEL", f"node:{A}", "state"),
     ("HSET", f"node:{A}", "speed", "a hare's"),
@@ -483,7 +485,6 @@ async def test_after_a_fall_back_to_an_older_copy_the_newer_snapshot_is_written_
     async with Watcher(redis, 2) as (one, other):
         await one.add(A, **plain())
         await one.add(B, **plain())
-        older = {name: redis.client.dump(redis.key(name)) for name in ()}
         await one.set_state(one.snapshot.nodes[A], State.READY)
         assert await one.remove(B)
         await one.add(C, **plain())
@@ -496,7 +497,6 @@ async def test_after_a_fall_back_to_an_older_copy_the_newer_snapshot_is_written_
         redis.cli("DEL", redis.key(f"node:{C}"))
         redis.cli("HSET", redis.key(f"node:{A}"), "state", "pending")
         redis.client.hset(redis.key(f"node:{B}"), mapping=node_to_fields(Node(B, order=2, incarnation=2)))
-        assert older == {}
         await other.refresh()
         assert set(registered(redis)) == {A, C}
         assert other.snapshot.nodes == newest.nodes
@@ -522,7 +522,6 @@ async def test_a_fresh_worker_does_not_write_its_emptiness_back(redis: Space) ->
         await fresh.verify()
         assert list(fresh.snapshot.nodes) == [A]
         redis.clear()
-        await Watcher(redis, 1).registries[0].close()
         async with Watcher(redis, 1) as (late,):
             await late.refresh()
             await late.verify()
@@ -532,9 +531,8 @@ async def test_a_fresh_worker_does_not_write_its_emptiness_back(redis: Space) ->
             assert list(late.snapshot.nodes) == [A]
 
 
-async def test_restoring_over_a_slow_road_ends_once(redis: Space, slow_road: TcpProxy) -> None:
-    """Several workers see the loss at the same time: one restores, nobody loops."""
-    async with Watcher(Space(redis.server, redis.namespace), 3) as registries:
+async def test_several_workers_that_see_the_loss_at_the_same_time_restore_once(redis: Space) -> None:
+    async with Watcher(redis, 3) as registries:
         await registries[0].add(A, **plain())
         for registry in registries:
             await registry.refresh()
@@ -543,7 +541,7 @@ async def test_restoring_over_a_slow_road_ends_once(redis: Space, slow_road: Tcp
         for registry in registries:
             await registry.refresh()
         assert {registry.snapshot.version for registry in registries} == {version_of(redis)}
-        assert version_of(redis) <= 3
+        assert version_of(redis) == 1
         assert list(registered(redis)) == [A]
 
 
@@ -580,11 +578,3 @@ def test_a_hash_without_what_a_node_needs_is_damaged(field: str) -> None:
     fields = node_to_fields(Node(A))
     del fields[field]
     assert node_from_fields(A, fields) is None
-
-
-async def test_become_is_a_poll(redis: Space) -> None:
-    async with Watcher(redis, 1) as (registry,):
-        async def names() -> list[str]:
-            return list(await registry.status())
-
-        await become(names, [])

@@ -26,7 +26,7 @@ from tests.support.wait import eventually
 __all__ = ["Deployment", "quiet_check"]
 
 ROOT = Path(__file__).resolve().parents[2]
-START_WITHIN_S = 20.0
+START_WITHIN_S = 40.0
 STOP_WITHIN_S = 15.0
 
 Setting = str | int | float | bool | Sequence[str] | None

@@ -15,7 +15,7 @@ from app.upstream.pool import Pool
 from app.upstream.transport import Target
 from tests.upstream.client import limits
 from tests.upstream.scripted import turns
-from tests.upstream.test_split_properties import FakeTransport
+from tests.upstream.unplugged import FakeTransport
 
 LOOPS = ("asyncio",)  # the bytes come by hand, not from a loop
 
@@ -149,6 +149,28 @@ async def test_data_at_the_last_moment_counts() -> None:
         if not handle.cancelled:
             handle.callback()
     assert await waiting == b"a"
+    assert not wired.transport.aborted
+
+
+async def test_reader_that_left_lets_no_time_run() -> None:
+    wired = Wired()
+    response = wired.begin(idle=1)
+    wired.connection.data_received(HEAD)
+    waiting = asyncio.ensure_future(response.read())
+    await wired.clock.pass_(0.5)
+    waiting.cancel()
+    await wired.clock.pass_(100)
+    assert not wired.transport.aborted
+
+
+async def test_shorter_stage_after_a_longer_one_is_in_time() -> None:
+    wired = Wired()
+    response = wired.begin(first_byte=600, idle=1)
+    wired.connection.data_received(HEAD)
+    waiting = asyncio.ensure_future(response.read())
+    await wired.clock.pass_(1.1)
+    assert (await stage(waiting))[0] == "idle"
+    assert wired.clock.armed == 0
 
 
 async def test_total_covers_everything_and_needs_no_reader() -> None:
@@ -170,6 +192,20 @@ async def test_total_comes_before_a_longer_stage() -> None:
     waiting = asyncio.ensure_future(wired.begin(first_byte=60, total=5).head())
     await wired.clock.pass_(5.1)
     assert (await stage(waiting))[0] == "total"
+
+    wired = Wired()
+    response = wired.begin(idle=60, total=5)
+    wired.connection.data_received(HEAD)
+    reading = asyncio.ensure_future(response.read())
+    await wired.clock.pass_(5.1)
+    assert (await stage(reading))[0] == "total"
+
+
+async def test_given_up_connection_leaves_no_timer() -> None:
+    wired = Wired()
+    wired.begin().close()
+    assert wired.clock.made == 1
+    assert wired.clock.armed == 0
 
 
 async def test_zero_is_off() -> None:
@@ -214,6 +250,15 @@ async def test_idle_connection_closes_when_its_time_is_over() -> None:
     assert wired.transport.aborted
     assert (wired.pool.open, wired.pool.idle, wired.pool.in_use) == (0, 0, 0)
     await wired.clock.pass_(10)
+    assert wired.clock.armed == 0
+
+
+async def test_closed_pool_leaves_no_timer() -> None:
+    wired = Wired()
+    wired.begin()
+    wired.connection.data_received(HEAD + END)
+    wired.pool.close()
+    assert wired.transport.aborted
     assert wired.clock.armed == 0
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Sequence
 
 import pytest
 from aiohappyeyeballs import AddrInfoType
 
-from app.errors import EngineBroke, EngineRefused, EngineTimeout, EngineUnreachable
+from app.errors import EngineBroke, EngineRefused, EngineTimeout, EngineUnreachable, UpstreamError
+from app.upstream.failures import connect_failure
 from app.upstream.http1 import Http1Transport
 from app.upstream.transport import Target
 from tests.upstream.client import ask, limits, whole
@@ -58,6 +60,25 @@ async def test_refused_needs_every_address() -> None:
             good = Resolved(("::1", closed6), ("127.0.0.1", closed), ("127.0.0.1", server.port))
             assert await whole(await ask(good, url)) == b"hi"
             await good.close()
+
+
+@pytest.mark.parametrize(
+    ("cause", "error", "words"),
+    [
+        (OSError(errno.EMFILE, "x"), EngineUnreachable, "this worker has no file descriptors left"),
+        (OSError(errno.EADDRNOTAVAIL, "x"), EngineUnreachable, "no local address or port"),
+        (OSError(errno.ENETUNREACH, "x"), EngineUnreachable, "ENETUNREACH"),
+        (OSError("Multiple exceptions: x, y"), EngineUnreachable, "OSError"),
+        (OSError(errno.ETIMEDOUT, "x"), EngineTimeout, "the network gave up"),
+        (ConnectionResetError(errno.ECONNRESET, "x"), EngineUnreachable, "while it was being made"),
+        (OSError(errno.ECONNREFUSED, "Multiple exceptions: x, y"), EngineRefused, "refused the connection"),
+    ],
+)
+def test_causes_have_their_words(cause: OSError, error: type[UpstreamError], words: str) -> None:
+    told = connect_failure("http://e:1", cause)
+    assert type(told) is error
+    assert told.message.startswith("engine http://e:1")
+    assert words in told.message
 
 
 async def test_second_address_does_not_wait_for_the_first_to_time_out() -> None:

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from app.errors import EngineBroke
+from app.upstream.connection import Connection
 from app.upstream.http1 import Http1Transport
+from app.upstream.pool import Pool
+from app.upstream.transport import Target
 from tests.upstream.client import ask, whole
 from tests.upstream.scripted import Peer, ScriptedServer, always, black_hole, turns, until
-from tests.upstream.test_split_properties import begun, connected
+from tests.upstream.unplugged import FakeTransport, begun, connected
 
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -145,6 +148,17 @@ async def test_cancelled_when_the_head_has_just_come() -> None:
     await turns()
     connection.data_received(CHUNKED)
     await cancel(task)
+    assert socket.aborted
+    assert pool.open == 0
+
+
+async def test_given_up_while_it_was_being_made() -> None:
+    """A loop may say that a connection is made after whoever wanted it has left."""
+    pool = Pool(4.0, asyncio.get_running_loop())
+    connection, socket = Connection(Target("http://e:1"), pool, pool.loop), FakeTransport()
+    connection.drop()
+    connection.connection_made(socket)
+    connection.connection_lost(None)
     assert socket.aborted
     assert pool.open == 0
 

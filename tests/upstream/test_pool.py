@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from app.errors import EngineBroke, EngineRefused, EngineTimeout, ShuttingDown
+from app.upstream.connection import Connection
 from app.upstream.http1 import Http1Transport
 from tests.upstream.client import ask, limits, whole
 from tests.upstream.scripted import Peer, ScriptedServer, always, turns, until
+from tests.upstream.unplugged import begun, connected
 
 HI = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 
@@ -116,6 +119,16 @@ async def test_idle_connection_that_stirs_is_dropped(transport: Http1Transport, 
         await until(lambda: transport.open == 0)
         assert transport.idle == 0
         assert await whole(await ask(transport, server.url)) == b"hi"
+
+
+async def test_half_closed_connection_is_not_taken_any_more() -> None:
+    """Not even in the loop's round between its EOF and its end."""
+    connection, socket, pool = connected()
+    begun(connection)
+    connection.data_received(HI)
+    assert pool.idle == 1
+    connection.eof_received()
+    assert (pool.idle, pool.open, socket.aborted) == (0, 0, True)
 
 
 class Stale:
@@ -312,3 +325,39 @@ async def test_close_ends_everything() -> None:
         with pytest.raises(ShuttingDown):
             await ask(transport, server.url)
         await transport.close()
+        assert server.accepted == 2
+
+
+class Meddled(Http1Transport):
+    """Something happens to each connection between its making and its first request."""
+
+    def __init__(self, meddle: Callable[[Connection], None]) -> None:
+        super().__init__()
+        self._meddle = meddle
+
+    async def _open_socket(self, connection: Connection) -> None:
+        await super()._open_socket(connection)
+        self._meddle(connection)
+
+
+@pytest.mark.parametrize(
+    "meddle",
+    [
+        lambda connection: connection.eof_received(),
+        lambda connection: connection.data_received(b"220 smtp.example ESMTP\r\n"),
+    ],
+)
+async def test_connection_that_ends_before_its_request_breaks(meddle: Callable[[Connection], None]) -> None:
+    async with ScriptedServer(always(HI)) as server:
+        transport = Meddled(meddle)
+        with pytest.raises(EngineBroke, match="closed the connection before it answered"):
+            await ask(transport, server.url)
+        assert transport.open == 0
+
+
+async def test_close_while_a_connection_is_being_made() -> None:
+    async with ScriptedServer(always(HI)) as server:
+        transport = Meddled(lambda _: setattr(transport, "_closed", True))
+        with pytest.raises(ShuttingDown):
+            await ask(transport, server.url)
+        assert transport.open == 0

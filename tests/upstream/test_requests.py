@@ -101,6 +101,7 @@ async def test_engine_gets_exactly_this(transport: Http1Transport, size: int) ->
 
 
 async def test_small_writes_are_not_held_back(transport: Http1Transport) -> None:
+    """Both loops switch Nagle's algorithm off by themselves; this holds them to it."""
     async with ScriptedServer(always(HI)) as server:
         await whole(await ask(transport, server.url))
         for url in (server.url, f"http://localhost:{server.port}"):  # the two ways to connect

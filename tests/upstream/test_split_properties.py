@@ -9,46 +9,18 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import EngineBroke
-from app.upstream.connection import Connection, Http1Response
-from app.upstream.pool import Pool
-from app.upstream.transport import Target
-from tests.upstream.client import limits
+from app.upstream.connection import Http1Response
+from tests.upstream.unplugged import begun, connected
 
 LOOPS = ("asyncio",)  # the bytes come by hand, not from a loop
 
 TOKEN = st.text("abcdefghijklmnopqrstuvwxyzABCXYZ0123456789-_", min_size=1, max_size=12).map(str.encode)
 VALUE = st.binary(max_size=20).map(lambda b: bytes(c for c in b if c > 0x20 and c != 0x7F))  # no space at its ends
-
-
-class FakeTransport(asyncio.Transport):
-    """Takes what is written and remembers how it was closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: list[bytes] = []
-        self.aborted = False
-        self.reading = True
-
-    def write(self, data: Any) -> None:
-        self.written.append(bytes(data))
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def pause_reading(self) -> None:
-        self.reading = False
-
-    def resume_reading(self) -> None:
-        self.reading = True
-
-    def abort(self) -> None:
-        self.aborted = True
 
 
 @dataclass
@@ -85,17 +57,6 @@ def answers(draw: st.DrawFn) -> Drawn:
 def split(wire: bytes, cuts: set[int]) -> list[bytes]:
     places = sorted({0, len(wire), *(cut for cut in cuts if cut < len(wire))})
     return [wire[a:b] for a, b in pairwise(places)]
-
-
-def connected() -> tuple[Connection, FakeTransport, Pool]:
-    pool = Pool(4.0, asyncio.get_running_loop())
-    connection, transport = Connection(Target("http://e:1"), pool, pool.loop), FakeTransport()
-    connection.connection_made(transport)
-    return connection, transport, pool
-
-
-def begun(connection: Connection) -> Http1Response:
-    return connection.begin(b"POST / HTTP/1.1\r\n\r\n", b"", limits(), float("inf"), head_only=False)
 
 
 async def read_on(response: Http1Response) -> bytes:

@@ -28,6 +28,7 @@ from workers.engine import add_arguments
 Factory = Callable[..., SimulatedEngine]
 
 CHAT = json.dumps({"model": "sim", "stream": True, "messages": []}).encode()
+LATE_S = 0.4
 PLAIN = json.dumps({"model": "sim", "messages": []}).encode()
 
 
@@ -88,6 +89,11 @@ def ask(engine: SimulatedEngine, sent: bytes | None = None, *, until: bytes | No
     with connected(engine) as s:
         s.sendall(sent or post())
         return read(s, until=until, for_s=for_s)
+
+
+def on_time(took_s: float, due_s: float) -> bool:
+    """Never early; late by no more than a busy machine explains."""
+    return due_s - 0.002 <= took_s < due_s + LATE_S
 
 
 def events(wire: Wire) -> int:
@@ -202,11 +208,11 @@ async def test_ttft_and_gap_pace_the_answer(engine_factory: Factory) -> None:
     stream = await load.chat(engine.url, stream=True)
     plain = await load.chat(engine.url)
     times = [at_s - stream.started_s for at_s, _ in stream.chunks()]
-    assert times == pytest.approx([0.1, 0.15, 0.2, 0.25], abs=0.045)
+    assert all(map(on_time, times, [0.1, 0.15, 0.2, 0.25]))
     assert stream.head_s is not None and stream.head_s - stream.started_s >= 0.1
-    assert plain.finished_s is not None and plain.finished_s - plain.started_s == pytest.approx(0.25, abs=0.045)
+    assert plain.finished_s is not None and on_time(plain.finished_s - plain.started_s, 0.25)
     sent = [at_s - engine.requests[0].started_s for at_s in engine.requests[0].chunk_s]
-    assert sent == pytest.approx([0.1, 0.15, 0.2, 0.25], abs=0.03)
+    assert all(map(on_time, sent, [0.1, 0.15, 0.2, 0.25]))
 
 
 def test_head_first_sends_the_head_before_ttft(engine_factory: Factory) -> None:
@@ -411,7 +417,7 @@ def test_idle_close_after_an_answer(engine_factory: Factory) -> None:
             read(s, until=b"total_tokens")
         before_s = time.monotonic()
         assert read(s).ended == "closed"
-        assert 0.1 < time.monotonic() - before_s < 0.5
+        assert on_time(time.monotonic() - before_s, 0.14)
     assert [r.nth for r in engine.requests] == [1, 2]
     assert len({r.connection for r in engine.requests}) == 1
 
@@ -486,7 +492,7 @@ async def test_abort_is_seen_at_once(engine_factory: Factory, leave: dict[str, f
     assert answer.finished_s is not None
     await aeventually(lambda: engine.in_flight == 0)
     [record] = engine.aborts
-    assert record.aborted_s is not None and record.aborted_s - answer.finished_s < 0.1
+    assert record.aborted_s is not None and record.aborted_s - answer.finished_s < LATE_S
     assert record.finished_s is None
     assert engine.stats.aborted == 1
 
@@ -604,6 +610,11 @@ def test_command_serves_and_ends_on_a_signal(tmp_path_factory: pytest.TempPathFa
         assert process.log() == f"simulated engine at {url}\n"
         models = request("GET", url + "/v1/models").json()["data"]
         assert [card["id"] for card in models] == ["a", "b"]
+        bodies = [b'{"model": "a", "max_tokens": %d}' % n for n in (1, 2, 1, 2, 2)]  # some of them remembered
+        said = [request("POST", url + "/v1/completions", body=body).json() for body in bodies]
+        assert [value["usage"]["completion_tokens"] for value in said] == [1, 2, 1, 2, 2]
+        assert said[1] == said[3] == said[4]
+        assert request("GET", url + "/sim/stats").json()["finished"] == 5
         assert process.stop() == 0
         assert process.log().count("\n") == 1
 

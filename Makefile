@@ -1,0 +1,62 @@
+# What a fresh machine needs: GNU make and Python >= 3.11 with venv. Everything else is set up here.
+#
+#   make run                       two workers, a Redis of its own, three simulated engines; Ctrl-C ends all of it
+#   make run NODES="http://a:23333 http://b:23333"           with your engines instead
+#   make run ARGS="--server-port 9000 --workers 4"           any flags of `evenhand serve`
+#   make test [ARGS="-k name"]     the tests
+#   make lint                      ruff, mypy, import rules
+#   make format                    what `make lint` says about the format, done
+#   make clean                     remove the environment
+
+VENV ?= .venv
+# The first Python that is new enough: on some systems `python3` is not.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+WORKERS ?= 2
+NODES ?=
+ARGS ?=
+
+py := $(VENV)/bin/python
+named := $(strip $(NODES) $(findstring --nodes,$(ARGS)) $(findstring --simulate,$(ARGS)) $(EVENHAND_NODES))
+pip := $(py) -m pip --disable-pip-version-check --quiet
+
+.PHONY: run test lint format clean
+
+run: $(VENV)/.run
+	@exec $(py) -m app.cli serve $(if $(findstring --workers,$(ARGS)),,--workers $(WORKERS)) \
+		$(if $(NODES),--nodes $(NODES)) $(if $(named),,--simulate 3) $(ARGS)
+
+test: $(VENV)/.dev
+	$(py) -m pytest $(ARGS)
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-logo
+
+format: $(VENV)/.dev
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+
+# The stamps are newer than the lock file they were made from, so that the next run starts at once.
+$(VENV)/.run: requirements.lock | $(VENV)/bin/pip
+	@echo "installing the locked dependencies into $(VENV) (once)"
+	@$(pip) install --require-hashes -r requirements.lock
+	@touch $@
+
+$(VENV)/.dev: requirements-dev.lock | $(VENV)/bin/pip
+	@echo "installing the locked dependencies, and those of the tests, into $(VENV) (once)"
+	@$(pip) install --require-hashes -r requirements-dev.lock
+	@touch $@ $(VENV)/.run
+
+$(VENV)/bin/pip:
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found: install one, or name it: make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than 3.11, or no Python: name another: make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+		{ echo "$(PYTHON) can't make a venv: apt-get install $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')" >&2; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,393 @@
+"""Redis that is emptied, frozen, killed, slow, read-only or failed over under load.
+
+Each test has an engine that holds ten long streams: its count has one right value all the time, so that "exact
+again" can be told while other requests come and go.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from itertools import pairwise
+
+import pytest
+
+from tests.integration.stage import EngineFactory, Fleet, Stage, during, lanes, staged, start
+from tests.support import load
+from tests.support.deployment import Deployment
+from tests.support.engine import SimulatedEngine
+from tests.support.quiet import counts as all_counts
+from tests.support.quiet import quiet_check
+from tests.support.redis import PrivateRedis, Space, TcpProxy
+from tests.support.wait import eventually
+
+LEASE_S, REDIS_TIMEOUT_S = 3.0, 0.5
+SETTINGS = {"lease_s": LEASE_S, "redis_timeout_s": REDIS_TIMEOUT_S, "probe_interval_s": 1}
+HELD = 10
+SYNC_AT_ONCE = {"repl-diskless-sync-delay": "0"}  # by default a master waits 5 s for more replicas
+
+
+@pytest.fixture(scope="module")
+def own_server() -> Iterator[PrivateRedis]:
+    """Not the one of the session: here it is emptied and killed."""
+    with PrivateRedis(tcp=True, options=SYNC_AT_ONCE) as server:
+        yield server
+
+
+@pytest.fixture
+def other_server() -> Iterator[PrivateRedis]:
+    with PrivateRedis(tcp=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def fleet(own_server: PrivateRedis) -> Iterator[Fleet]:
+    fleet = Fleet(own_server, workers=2, settings=SETTINGS)
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def stage(fleet: Fleet, engine_factory: EngineFactory) -> Iterator[Stage]:
+    with staged(*fleet.get(), engine_factory) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def road(own_server: PrivateRedis) -> Iterator[TcpProxy]:
+    with TcpProxy(own_server.socket) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def roadside(own_server: PrivateRedis, road: TcpProxy) -> Iterator[Fleet]:
+    """Deployments that reach Redis over the road only."""
+    fleet = Fleet(own_server, workers=2, settings={**SETTINGS, "redis_url": road.url}, redis=None)
+    yield fleet
+    fleet.close()
+
+
+def held_streams(stage: Stage, for_s: float) -> tuple[SimulatedEngine, Future[list[load.Answer]]]:
+    """An engine that does nothing but hold `HELD` streams."""
+    model = f"{stage.model}-held"
+    engine = stage.engine(models=(model,), gap_s=0.1, chunks=round(for_s / 0.1))
+    streams = stage.many(HELD, model=model, stream=True)
+    eventually(lambda: stage.counts(engine) == (HELD,))
+    return engine, streams
+
+
+def readiness(deployment: Deployment) -> set[int]:
+    """What `/ready` says, asked often enough that each of two workers is asked (but once in 500)."""
+    return {deployment.get("/ready").status for _ in range(10)}
+
+
+def longest_gap_s(answer: load.Answer) -> float:
+    moments = [at_s for at_s, _ in answer.reads]
+    return max(b - a for a, b in pairwise(moments))
+
+
+def registry(stage: Stage) -> dict[str, list[str | None]]:
+    """What Redis holds of each of the test's nodes, but for what changes by itself."""
+    urls = set(stage.space.cli("SMEMBERS", stage.space.key("nodes")))
+    fields = ("role", "models", "speed", "state")
+    return {
+        engine.url: stage.space.client.hmget(stage.space.key(f"node:{engine.url}"), fields)  # type: ignore[misc]
+        for engine in stage.made
+        if engine.url in urls
+    }
+
+
+def exact_again(stage: Stage, held: SimulatedEngine, registry_before: dict[str, list[str | None]]) -> bool:
+    assert registry(stage) == registry_before
+    assert stage.counts(held) == (HELD,)
+    assert sum(stage.share(worker, held) for worker in stage.worker_ids()) == HELD
+    return True
+
+
+# --- emptied
+
+
+def test_r34_flushall_under_load_is_healed_within_two_seconds(stage: Stage) -> None:
+    stage.engines(2, speeds=[3, 1], ttft_s=0.05)
+    held, streams = held_streams(stage, 4)
+    before = registry(stage)
+    assert len(before) == 3
+    with stage.traffic() as traffic:
+        eventually(lambda: len(traffic.answers) > 20)
+        stage.space.cli("FLUSHALL")
+        eventually(lambda: exact_again(stage, held, before), within_s=2)
+        for _ in during(0.5):
+            all_counts(stage.space)  # raises for a count below 0
+        stage.space.cli("FLUSHALL")  # and once more, while it has hardly recovered
+        eventually(lambda: exact_again(stage, held, before), within_s=2)
+    assert traffic.failed == []
+    assert {url: node["speed"] for url, node in stage.deployment.nodes().items() if node["speed"]} == dict(
+        zip([engine.url for engine in stage.made[:2]], [3, 1], strict=True)
+    )
+    assert all(answer.done for answer in streams.result(20))
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        ["DEL node:<url>"],
+        ["SREM nodes <url>"],
+        ["DEL node:<url>", "HDEL unfinished <url>"],
+        ["DEL unfinished"],
+        ["DEL workers", "DEL sessions"],
+        ["DEL version"],
+        ["DEL nodes", "DEL unfinished:<worker>"],
+    ],
+    ids=" and ".join,
+)
+def test_r34_half_of_the_keys_lost_is_healed_within_two_seconds(stage: Stage, lost: list[str]) -> None:
+    held = stage.engine(gap_s=0.1, chunks=600)
+    with lanes(stage.deployment, stage.deployment.worker_pids()[0], HELD) as busy:
+        for lane in busy:
+            lane.stream(stage.model)
+        worker = stage.id_of(stage.deployment.worker_pids()[0])
+        before = registry(stage)
+        assert exact_again(stage, held, before)
+        for command in lost:
+            verb, name, *more = command.replace("<url>", held.url).replace("<worker>", worker).split()
+            assert stage.space.cli(verb, stage.space.key(name), *more) == 1
+        eventually(lambda: exact_again(stage, held, before), within_s=2)
+        assert stage.many(1, max_tokens=1).result(5)[0].ok
+
+
+# --- frozen
+
+
+def test_r96_frozen_redis_under_load(stage: Stage) -> None:
+    frozen_s = 6.0  # longer than the lease: all workers are given up the moment it is back
+    stage.engines(2, ttft_s=0.05)
+    held, streams = held_streams(stage, frozen_s + 3.5)
+    before = registry(stage)
+    deployment = stage.deployment
+    assert deployment.get("/ready").status == 200
+    with stage.traffic(every_s=0.05) as traffic:
+        eventually(lambda: len(traffic.answers) > 10)
+        stage.space.server.pause()
+        paused_s = time.monotonic()
+        eventually(lambda: readiness(deployment) == {503}, within_s=3)
+        assert "redis" in deployment.get("/ready").text.lower()
+        for _ in during(frozen_s - (time.monotonic() - paused_s), every_s=0.2):
+            asked_s = time.monotonic()
+            assert deployment.get("/health").status == 200
+            assert time.monotonic() - asked_s < 1
+        stage.space.server.resume()
+        eventually(lambda: exact_again(stage, held, before), within_s=2)
+        eventually(lambda: readiness(deployment) == {200}, within_s=2)
+    assert traffic.failed == []
+    took = [(a.started_s - paused_s, (a.finished_s or 0) - a.started_s) for a in traffic.since(paused_s)]
+    assert len(took) > 100
+    assert max(s for _, s in took) < REDIS_TIMEOUT_S + 0.7, "one timeout each at most"
+    breaker = [s for at_s, s in took if at_s > 2]
+    assert sum(s > 0.4 for s in breaker) <= len(breaker) / 10, "then a breaker"
+    answers = streams.result(20)
+    assert all(answer.done for answer in answers)
+    assert max(map(longest_gap_s, answers)) < 0.7, "running streams notice nothing"
+
+
+def test_r08_streams_that_end_while_redis_is_frozen_are_uncounted_afterwards(stage: Stage) -> None:
+    engine = stage.engine(gap_s=0.05, chunks=10)
+    streams = stage.many(30, stream=True)
+    eventually(lambda: stage.counts(engine) == (30,))
+    stage.space.server.pause()
+    assert all(answer.done for answer in streams.result(10))
+    assert engine.in_flight == 0
+    stage.space.server.resume()
+    eventually(lambda: stage.counts(engine) == (0,), within_s=2)
+
+
+# --- killed
+
+
+def test_r96_redis_killed_and_restarted_empty_under_load(stage: Stage) -> None:
+    engines = stage.engines(2, speeds=[2, 2], ttft_s=0.05)
+    held, streams = held_streams(stage, 5)
+    before = registry(stage)
+    deployment = stage.deployment
+    with stage.traffic(every_s=0.05) as traffic:
+        eventually(lambda: len(traffic.answers) > 10)
+        stage.space.server.kill()
+        killed_s = time.monotonic()
+        eventually(lambda: readiness(deployment) == {503}, within_s=3)
+        eventually(lambda: len(traffic.since(killed_s + 1)) > 5, within_s=5)
+        assert deployment.get("/health").status == 200
+        stage.space.server.restart()
+        eventually(lambda: exact_again(stage, held, before), within_s=2)
+        eventually(lambda: readiness(deployment) == {200}, within_s=2)
+    assert traffic.failed == []
+    assert all(answer.done for answer in streams.result(20))
+    assert all(engine.requests for engine in engines)
+
+
+def test_r96_starts_without_redis_and_recovers_by_itself(
+    other_server: PrivateRedis, engine_factory: EngineFactory, deployment_factory: Callable[..., Deployment]
+) -> None:
+    engine = engine_factory()
+    server = other_server
+    server.kill()
+    deployment = deployment_factory(2, redis=Space(server, "late"), settings={**SETTINGS, "nodes": [engine.url]})
+    assert deployment.get("/health").status == 200
+    ready = deployment.get("/ready")
+    assert (ready.status, "redis" in ready.text.lower()) == (503, True)
+    reply = deployment.post("/v1/chat/completions", {"model": "sim", "messages": []})
+    assert reply.status == 503
+    assert int(reply.headers["retry-after"]) > 0
+    assert deployment.post("/nodes/add", {"url": engine.url, "status": {"models": ["sim"]}}).status == 503
+    server.start()
+    eventually(lambda: readiness(deployment) == {200}, within_s=6)
+    assert deployment.post("/v1/chat/completions", {"model": "sim", "messages": []}).status == 200
+    eventually(lambda: server.cli("ZCARD", "evenhand:{late}:workers") == 2, within_s=3)
+
+
+def test_r99_script_flush_and_restart_in_mid_traffic_fail_no_request(stage: Stage) -> None:
+    stage.engines(2, ttft_s=0.02)
+    with stage.traffic(every_s=0.01) as traffic:
+        for _ in range(5):
+            sent = len(traffic.answers)
+            stage.space.cli("SCRIPT", "FLUSH")
+            eventually(lambda sent=sent: len(traffic.answers) > sent + 10, within_s=5)  # type: ignore[misc]
+        stage.space.server.restart(keep_data=True)
+        sent = len(traffic.answers)
+        eventually(lambda: len(traffic.answers) > sent + 50, within_s=5)
+    assert traffic.failed == []
+
+
+# --- slow, read-only, failed over
+
+
+@pytest.fixture
+def roadside_stage(roadside: Fleet, road: TcpProxy, engine_factory: EngineFactory) -> Iterator[Stage]:
+    road.delay_s = 0.0
+    space, masters = roadside.get()
+    with staged(space, masters, engine_factory) as one:
+        yield one
+        road.delay_s = 0.0
+
+
+def test_r09_clients_that_leave_while_the_release_is_on_its_way(roadside_stage: Stage, road: TcpProxy) -> None:
+    stage = roadside_stage
+    engine = stage.engine(gap_s=0.01, chunks=3)
+    road.delay_s = 0.2
+    chance = random.Random(9)
+    # The answer is complete some 0.22 s after the start (one round trip to acquire, then the engine).
+    moments = [0.22 + chance.uniform(0.0, 0.25) for _ in range(300)]
+    leaving = stage.many(300, concurrency=100, stream=True, each=lambda i: {"leave_after_s": moments[i]})
+    eventually(lambda: stage.counts(engine) > (0,))
+    answers = leaving.result(30)
+    assert any(answer.done for answer in answers)
+    assert any(answer.left for answer in answers)
+    quiet_check(stage.space, engines=[engine])
+
+
+def test_r94_cancelled_calls_leave_no_reply_to_the_next_caller(roadside_stage: Stage, road: TcpProxy) -> None:
+    stage = roadside_stage
+    models = [f"{stage.model}-{i}" for i in range(4)]
+    engines = [stage.engine(models=(model,)) for model in models]
+    road.delay_s = 0.1
+    chance = random.Random(94)
+    moments = [chance.uniform(0, 0.15) for _ in range(500)]
+    left = stage.many(
+        500, concurrency=100, each=lambda i: {"model": models[i % 4], "leave_after_s": moments[i]}
+    ).result(30)
+    assert sum(answer.left for answer in left) > 200
+    for engine in engines:
+        engine.forget()
+    reads = [start(asked_nodes(stage.deployment.url, 25)) for _ in range(2)]
+    answers = stage.many(1000, concurrency=200, each=lambda i: {"model": models[i % 4]}).result(30)
+    assert all(answer.ok for answer in answers)
+    assert all(answer.json()["model"] == models[i % 4] for i, answer in enumerate(answers))
+    assert [len(engine.requests) for engine in engines] == [250] * 4
+    for read in reads:
+        for nodes in read.result(20):
+            assert {url: node["models"] for url, node in nodes.items()} == {
+                engine.url: [model] for engine, model in zip(engines, models, strict=True)
+            }
+
+
+async def asked_nodes(url: str, times: int) -> list[dict[str, dict[str, object]]]:
+    async with load.session() as client:
+        return [await (await client.get(url + "/nodes/status")).json() for _ in range(times)]
+
+
+def test_r97_failover_that_leaves_us_on_a_read_only_server(roadside_stage: Stage, road: TcpProxy) -> None:
+    stage = roadside_stage
+    stage.engines(2, ttft_s=0.05)
+    held, streams = held_streams(stage, 4)
+    before = registry(stage)
+    old = stage.space.server
+    with PrivateRedis(tcp=True, options=SYNC_AT_ONCE) as new:
+        new.cli("REPLICAOF", "127.0.0.1", old.port)
+        eventually(lambda: new.client.info("replication").get("master_link_status") == "up", within_s=5)
+        on_new = Stage(Space(new, stage.space.namespace), stage.masters, lambda: held)
+        on_new.made = stage.made
+        with stage.traffic() as traffic:
+            eventually(lambda: len(traffic.answers) > 10)
+            # The address leads to the new master; the connections that stand still end at the old one.
+            new.cli("REPLICAOF", "NO", "ONE")
+            old.cli("REPLICAOF", "127.0.0.1", new.port)
+            road.target = new.socket
+            eventually(lambda: exact_again(on_new, held, before), within_s=5)
+            eventually(lambda: readiness(stage.deployment) == {200}, within_s=2)
+        assert traffic.failed == []
+        assert all(answer.done for answer in streams.result(20))
+        eventually(lambda: on_new.counts(held) == (0,))
+        quiet_check(on_new.space, engines=stage.made)
+
+        # Back again, the short way: the server under us is demoted and promoted where it is.
+        new.cli("REPLICAOF", "127.0.0.1", old.port)
+        old.cli("REPLICAOF", "NO", "ONE")
+        with stage.traffic() as traffic:
+            eventually(lambda: len(traffic.answers) > 10)
+            new.cli("REPLICAOF", "NO", "ONE")
+            road.target = old.socket
+            road.cut()
+            eventually(lambda: readiness(stage.deployment) == {200}, within_s=5)
+        assert traffic.failed == []
+
+
+# --- several on one Redis
+
+
+def test_r100_namespaces_on_one_redis_do_not_mix(stage: Stage, roadside_stage: Stage) -> None:
+    other = roadside_stage
+    other.model = stage.model
+    mine, theirs = stage.engine(gap_s=0.1, chunks=10), other.engine(gap_s=0.1, chunks=10)
+    streams = [stage.many(6, stream=True), other.many(3, stream=True)]
+    eventually(lambda: (stage.counts(mine), other.counts(theirs)) == ((6,), (3,)))
+    assert list(stage.deployment.nodes()) == [mine.url]
+    assert list(other.deployment.nodes()) == [theirs.url]
+    other.deployment.post("/nodes/remove", {"url": mine.url})  # unknown there
+    assert mine.url in stage.deployment.nodes()
+    assert all(answer.done for stream in streams for answer in stream.result(10))
+    assert (len(mine.requests), len(theirs.requests)) == (6, 3)
+
+
+def test_r100_all_keys_of_a_deployment_share_one_hash_tag(stage: Stage) -> None:
+    stage.engines(2)
+    assert stage.many(20, concurrency=5).result(5)[0].ok
+    keys = list(stage.space.client.scan_iter("*", count=1000))
+    tags = {key.partition("{")[2].partition("}")[0] for key in keys}
+    assert len(keys) > 8
+    assert stage.space.namespace in tags
+    assert all(key.startswith("evenhand:{") for key in keys), keys
+
+
+def test_r100_runs_on_a_cluster_node_which_checks_the_slots(
+    engine_factory: EngineFactory, deployment_factory: Callable[..., Deployment]
+) -> None:
+    engine = engine_factory()
+    with PrivateRedis(tcp=True, options={"cluster-enabled": "yes"}) as server:
+        server.cli("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        eventually(lambda: "cluster_state:ok" in str(server.cli("CLUSTER", "INFO")), within_s=5)
+        deployment = deployment_factory(1, redis=server.tcp_url, namespace="c")
+        deployment.add(engine)
+        answers = start(load.many(deployment.url, 50, concurrency=10)).result(10)
+        assert all(answer.ok for answer in answers)
+        quiet_check(server, "c", engines=[engine])
+        assert deployment.stop() == 0

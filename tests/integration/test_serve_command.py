@@ -1,0 +1,359 @@
+"""The command as an operator meets it: `serve` with its embedded Redis, `nodes`, `engine`, and bad values."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis as redis_client
+
+from tests.integration.stage import EngineFactory, start
+from tests.support import load
+from tests.support.deployment import ROOT, Deployment
+from tests.support.http import request
+from tests.support.process import Process, children, command
+from tests.support.redis import Space
+from tests.support.wait import eventually
+
+DeploymentFactory = Callable[..., Deployment]
+
+EVENHAND = [sys.executable, "-m", "app.cli"]
+
+
+def environment(**more: str) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("EVENHAND_")}
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return inherited | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "100"} | more
+
+
+def evenhand(*words: str, within_s: float = 20, **more_environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*EVENHAND, *words],
+        capture_output=True,
+        text=True,
+        timeout=within_s,
+        env=environment(**more_environment),
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def shared(redis_server: Any) -> Iterator[Deployment]:
+    """For the management commands: it asks for an admin key from everybody."""
+    settings = {"admin_keys": ["head"], "trusted_nodes": "none", "probe_interval_s": 1}
+    with Deployment(2, redis=redis_server, namespace="commands", settings=settings) as deployment:
+        yield deployment
+        deployment.stop()
+        assert deployment.left_behind == []
+
+
+HEAD = {"authorization": "Bearer head"}
+
+
+# --- the embedded Redis
+
+
+def embedded_socket(deployment: Deployment) -> Path:
+    (found,) = [path for path in (deployment.directory / "state").rglob("*") if path.is_socket()]
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    found = [pid]
+    for one in found:
+        found += children(one)
+    return found[1:]
+
+
+def redis_pids(above: int) -> list[int]:
+    names = re.compile(r"\S*(redis|valkey)-server ")
+    return [pid for pid in descendants(above) if names.match(command(pid) + " ")]
+
+
+def listening_tcp_inodes() -> set[str]:
+    lines = [line for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {fields[9] for line in lines if (fields := line.split())[3] == "0A"}
+
+
+def open_inodes(pid: int) -> set[str]:
+    links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
+    return {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+
+
+def test_r33_embedded_redis_is_private_and_the_registry_survives_restart_and_kill(
+    engine_factory: EngineFactory, deployment_factory: DeploymentFactory
+) -> None:
+    engines = [engine_factory(), engine_factory(models=("sim", "other"))]
+    deployment = deployment_factory(1, redis=None)
+    path = embedded_socket(deployment)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert deployment.process is not None
+    (pid,) = redis_pids(deployment.process.pid)
+    assert not open_inodes(pid) & listening_tcp_inodes(), "it listens on a TCP port"
+    with redis_client.Redis(unix_socket_path=str(path), decode_responses=True) as client:
+        assert client.config_get("port") == {"port": "0"}
+        assert client.scard("evenhand:{test}:nodes") == 0
+
+    deployment.add(engines[0], speed=2.5)
+    deployment.add(engines[1], role="prefill", speed=4)
+    assert start(load.many(deployment.url, 5)).result(10)[0].ok
+    before = deployment.nodes()
+    deployment.stop()
+    assert deployment.left_behind == []
+    assert not path.exists()
+    deployment.start()
+    after = deployment.nodes()
+    for key in ("role", "models", "speed"):
+        assert {url: node[key] for url, node in after.items()} == {url: node[key] for url, node in before.items()}
+    assert sorted(node["speed"] for node in after.values()) == [2.5, 4]
+    deployment.wait_for_state("ready", *engines)
+    assert start(load.many(deployment.url, 5)).result(10)[0].ok
+
+    # Killed with all its processes, as by a power cut; the socket file and the locks of the dead are in the way.
+    engines.append(engine_factory())
+    deployment.add(engines[2])
+    log_size = sum(f.stat().st_size for f in path.parent.rglob("*.aof"))
+    assert log_size > 0
+    time_of_last_write = time.monotonic()
+    eventually(lambda: time.monotonic() - time_of_last_write > 1.2, within_s=2)  # Redis writes its log once a second
+    deployment.kill()
+    deployment.start()
+    assert set(deployment.nodes()) == {engine.url for engine in engines}
+    deployment.stop(signal.SIGINT)  # Ctrl-C
+    assert deployment.left_behind == []
+
+
+def test_second_serve_on_a_state_directory_joins_the_redis_which_outlives_the_first(
+    tmp_path: Path, engine_factory: EngineFactory
+) -> None:
+    engine = engine_factory()
+    ports = free_ports(2)
+    words = " ".join([*EVENHAND, "serve --server-name 127.0.0.1 --workers 1 --state-dir state --server-port"])
+    # One shell over both: what the first leaves behind on purpose must not count as an orphan of the test.
+    wrapper = ["sh", "-c", f"cd {tmp_path}; {words} {ports[0]} & {words} {ports[1]} & wait"]
+    both = Process(wrapper, log_file=tmp_path / "log", env=environment(), cwd=ROOT)
+    try:
+        for port in ports:
+            eventually(lambda port=port: status_of(port, "/health") == 200, within_s=20)  # type: ignore[misc]
+        assert len(redis_pids(both.pid)) == 1
+        starter = next(pid for pid in children(both.pid) if any("embedded" in command(c) for c in children(pid)))
+        (port,) = [port for port in ports if f" {port}" in command(starter)]
+        (other,) = set(ports) - {port}
+        body = b'{"url": "%s"}' % engine.url.encode()
+        headers = {"content-type": "application/json"}
+        added = request("POST", f"http://127.0.0.1:{port}/nodes/add", body=body, headers=headers)
+        assert added.status == 200
+        eventually(lambda: engine.url in nodes_of(other), within_s=1)
+
+        os.kill(starter, signal.SIGTERM)
+        eventually(lambda: starter not in children(both.pid), within_s=15)
+        assert engine.url in nodes_of(other)
+        eventually(lambda: status_of(other, "/ready") == 200, within_s=2)
+        answers = start(load.many(f"http://127.0.0.1:{other}", 5)).result(10)
+        assert all(answer.ok for answer in answers)
+
+        for pid in children(both.pid):
+            os.kill(pid, signal.SIGTERM)
+        assert both.wait(15) == 0
+        assert both.left_behind == []
+    finally:
+        both.kill()
+
+
+def nodes_of(port: int) -> dict[str, Any]:
+    found: dict[str, Any] = request("GET", f"http://127.0.0.1:{port}/nodes/status").json()
+    return found
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def status_of(port: int, path: str) -> int:
+    try:
+        return request("GET", f"http://127.0.0.1:{port}{path}").status
+    except OSError:
+        return 0
+
+
+# --- the registry on a Redis of the operator's
+
+
+def test_r33_disable_cache_status_forgets_the_registry_with_the_whole_deployment_only(
+    redis: Space, engine_factory: EngineFactory, deployment_factory: DeploymentFactory
+) -> None:
+    added, fixed = engine_factory(), engine_factory(models=("c",))
+    deployment = deployment_factory(1)
+    deployment.add(added)
+    deployment.stop()
+    assert redis.cli("SMEMBERS", redis.key("nodes")) == {added.url}
+    deployment.workers = 2
+    deployment.settings |= {"disable_cache_status": True, "nodes": [fixed.url]}
+    deployment.start()
+    deployment.wait_for_state("ready", fixed)
+    assert list(deployment.nodes("?all=1")) == [fixed.url]
+    assert [model["id"] for model in deployment.get("/v1/models").json()["data"]] == ["c"]
+    # One worker that starts anew is no new start of the deployment.
+    deployment.add(added)
+    killed = deployment.kill_worker()
+    deployment.wait_for_workers(without=[killed])
+    eventually(lambda: len(redis.cli("ZRANGE", redis.key("workers"), 0, -1)) == 2, within_s=5)
+    assert set(deployment.nodes()) == {fixed.url, added.url}
+
+
+def test_gunicorn_alone_serves_by_environment_variables_and_an_engine_registers_itself(
+    redis: Space, engine_factory: EngineFactory, tmp_path: Path
+) -> None:
+    fixed = engine_factory()
+    (port,) = free_ports(1)
+    env = environment(
+        EVENHAND_SERVER_NAME="127.0.0.1",
+        EVENHAND_SERVER_PORT=str(port),
+        EVENHAND_REDIS_URL=redis.url,
+        EVENHAND_NAMESPACE=redis.namespace,
+        EVENHAND_NODES=fixed.url,
+        EVENHAND_WORKERS="2",
+    )
+    url = f"http://127.0.0.1:{port}"
+    words = [*EVENHAND, "engine", "--proxy-url", url, "--model", "m1", "m2", "--speed", "3", "--chunks", "4"]
+    engine = Process(words, log_file=tmp_path / "engine", env=environment(), cwd=ROOT)
+    gunicorn: Process | None = None
+    try:
+        # The engine is there first, as engines that start with their distributor may be: it tries again.
+        eventually(lambda: "simulated engine at" in engine.log(), within_s=10)
+        words = [sys.executable, "-m", "gunicorn", "-c", "workers/gunicorn.conf.py", "app.main:app"]
+        gunicorn = Process(words, log_file=tmp_path / "gunicorn", env=env, cwd=ROOT)
+        eventually(lambda: status_of(port, "/ready") == 200, within_s=20)
+        assert len(children(gunicorn.pid)) == 2
+        assert all(answer.ok for answer in start(load.many(url, 10)).result(10))
+        ((itself, node),) = eventually(lambda: [n for n in nodes_of(port).items() if n[0] != fixed.url], within_s=8)
+        assert (node["models"], node["speed"], node["role"]) == (["m1", "m2"], 3, 1)
+        assert itself in engine.log()
+        (answer,) = start(load.many(url, 1, model="m2", stream=True)).result(10)
+        assert answer.done
+        assert len(answer.chunks()) >= 4
+        assert engine.stop() == 0
+        gunicorn.stop(within_s=15)
+        assert engine.left_behind + gunicorn.left_behind == []
+    finally:
+        engine.kill()
+        if gunicorn is not None:
+            gunicorn.kill()
+
+
+# --- bad values
+
+# A value of each kind, through the real process; tests/test_settings.py and tests/test_cli.py have all the others.
+BAD: dict[str, tuple[list[str], dict[str, str], str]] = {
+    "port above 65535": (["--server-port", "70000"], {}, "--server-port"),
+    "unknown strategy": (["--routing-strategy", "fastest"], {}, "--routing-strategy"),
+    "redis over http": (["--redis-url", "http://127.0.0.1:6379"], {}, "--redis-url"),
+    "size with an unknown suffix": (["--max-body-size", "12XB"], {}, "--max-body-size"),
+    "node over ftp": (["--nodes", "ftp://engine:1"], {}, "--nodes"),
+    "timeout that is no number": (["--idle-timeout-s", "nan"], {}, "--idle-timeout-s"),
+    "ssl without files": (["--ssl"], {}, "SSL_"),
+    "unknown flag": (["--wrokers", "2"], {}, "--wrokers"),
+    "bad value in the environment": ([], {"EVENHAND_WORKERS": "many"}, "EVENHAND_WORKERS"),
+    "bad AIOHTTP_TIMEOUT": ([], {"AIOHTTP_TIMEOUT": "soon"}, "AIOHTTP_TIMEOUT"),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
+    """All bad commands, run two at a time: each costs a start of Python."""
+    state = str(tmp_path_factory.mktemp("unused"))
+
+    def run(case: str) -> subprocess.CompletedProcess[str]:
+        words, env, _ = BAD[case]
+        return evenhand("serve", *words, EVENHAND_STATE_DIR=state, **env)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(BAD, pool.map(run, BAD), strict=True))
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_value_ends_with_one_clear_line_and_code_2(
+    refused: dict[str, subprocess.CompletedProcess[str]], case: str
+) -> None:
+    done = refused[case]
+    assert done.returncode == 2
+    assert done.stdout == ""
+    # The usage line, and what argparse wraps of it, may stand before.
+    lines = [line for line in done.stderr.splitlines() if not line.startswith(("usage:", " ")) and line]
+    assert len(lines) == 1, done.stderr
+    assert BAD[case][2] in lines[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_serve_takes_the_flags_of_lmdeploy() -> None:
+    words = evenhand("serve", "--help").stdout
+    flags = "server-name server-port serving-strategy routing-strategy dummy-prefill disable-cache-status"
+    flags += " migration-protocol link-type disable-gdr api-keys ssl log-level"
+    assert [flag for flag in flags.split() if not re.search(rf"--{flag}\b(?!-)", words)] == []
+
+
+# --- the other commands
+
+
+def test_version() -> None:
+    done = evenhand("--version")
+    assert done.returncode == 0
+    assert re.fullmatch(r"evenhand \d+\.\d+\.\d+\S*\n", done.stdout)
+
+
+def test_nodes_commands_manage_a_deployment(shared: Deployment, engine_factory: EngineFactory) -> None:
+    engine = engine_factory(models=("cli-a", "cli-b"), gap_s=0.1, chunks=25)
+    here = {"EVENHAND_URL": shared.url, "EVENHAND_ADMIN_KEY": "head"}
+
+    added = evenhand("nodes", "add", engine.url, "--speed", "2", **here)
+    assert (added.returncode, added.stdout) == (0, "Added successfully\n")
+    node = shared.nodes(headers=HEAD)[engine.url]
+    assert (node["models"], node["speed"], node["role"]) == (["cli-a", "cli-b"], 2, 1)
+
+    listed = evenhand("nodes", "list", "--url", shared.url, "--admin-key", "head")
+    assert listed.returncode == 0
+    (line,) = [line for line in listed.stdout.splitlines() if engine.url in line]
+    assert "cli-a" in line
+    assert "Hybrid" in line
+
+    streams = start(load.many(shared.url, 3, model="cli-a", stream=True))
+    eventually(lambda: engine.in_flight == 3)
+    assert evenhand("nodes", "drain", engine.url, **here).returncode == 0
+    assert engine.in_flight == 3
+    assert shared.nodes(headers=HEAD)[engine.url]["state"] == "draining"
+    assert all(answer.done for answer in streams.result(10))
+    eventually(lambda: engine.url not in shared.nodes("?all=1", headers=HEAD), within_s=2)
+
+    with ThreadPoolExecutor(2) as pool:
+        wrong_key = pool.submit(evenhand, "nodes", "list", "--url", shared.url, "--admin-key", "tail")
+        nobody = pool.submit(evenhand, "nodes", "list", "--url", "http://127.0.0.1:9")
+        bad = pool.submit(evenhand, "nodes", "add", "no-url", **here)
+        assert evenhand("nodes", "add", engine.url, "--models", "cli-c", **here).returncode == 0
+        assert shared.nodes(headers=HEAD)[engine.url]["models"] == ["cli-c"]
+        removed = evenhand("nodes", "remove", engine.url, **here)
+        assert (removed.returncode, removed.stdout) == (0, "Deleted successfully\n")
+        assert engine.url not in shared.nodes("?all=1", headers=HEAD)
+    for failed, code, word in ((wrong_key, 1, "40"), (nobody, 1, "127.0.0.1:9"), (bad, 2, "no-url")):
+        done = failed.result()
+        assert done.returncode == code
+        assert done.stdout == ""
+        assert word in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr

@@ -1,0 +1,635 @@
+"""A plain-Python model of the shared state beside the real one: after every step, whatever it was, both are the same.
+
+The model is written from what the headers of the scripts promise. The machine knows besides, for each worker, what
+is true of it (what it would restate); `heal` checks that this is what Redis says once everybody has spoken.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import redis as redis_client
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from app.balancing import POLICIES, Candidate
+from app.store.keys import Keys
+from app.store.scripts import load_scripts
+from tests.support.redis import PrivateRedis
+
+SCRIPTS = load_scripts()
+URLS = ("http://a", "http://b", "http://c")
+WORKERS = ("w1", "w2", "w3")
+WINDOW = 3
+SPEEDS = {"http://a": 1.0, "http://b": 2.0, "http://c": 1.0}
+
+urls = st.sampled_from(URLS)
+names = st.sampled_from(WORKERS)
+draws = st.tuples(st.sampled_from([0.0, 0.4, 0.7, 0.99]), st.sampled_from([0.05, 0.5]))
+pools = st.lists(urls, min_size=1, max_size=3, unique=True)
+
+
+@dataclass
+class Shared:
+    """What Redis holds, by key."""
+
+    unfinished: dict[str, int] = field(default_factory=dict)
+    ledgers: dict[str, dict[str, int]] = field(default_factory=dict)
+    sessions: dict[str, int] = field(default_factory=dict)
+    leases: dict[str, bool] = field(default_factory=dict)  # worker -> whether it still runs
+    version: int = 0
+    nodes: dict[str, dict[str, str]] = field(default_factory=dict)
+    engine_keys: dict[str, str] = field(default_factory=dict)
+    latency: dict[str, list[float]] = field(default_factory=dict)
+    latency_mean: dict[str, float] = field(default_factory=dict)
+    explored: dict[str, int] = field(default_factory=dict)
+    last_success: set[str] = field(default_factory=set)
+
+    def count(self, url: str, by: int) -> None:
+        total = self.unfinished.get(url, 0) + by
+        self.unfinished[url] = total
+        if by < 0 and total <= 0:
+            del self.unfinished[url]
+
+    def mean(self, url: str) -> float | None:
+        return self.latency_mean.get(url)
+
+    def forget_history(self, url: str) -> None:
+        for history in (self.latency, self.latency_mean, self.explored):
+            history.pop(url, None)  # type: ignore[attr-defined]
+        self.last_success.discard(url)
+
+
+@dataclass
+class Truth:
+    """One worker as it knows itself."""
+
+    generation: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    snapshot: tuple[int, dict[str, dict[str, str]], dict[str, str]] = (0, {}, {})
+    alive: bool = True
+
+
+class Machine(RuleBasedStateMachine):
+    def __init__(self, client: redis_client.Redis) -> None:
+        super().__init__()
+        self.client = client
+        self.keys = Keys("model")
+        self.model = Shared()
+        self.truth = {name: Truth() for name in WORKERS}
+        self.generations = 0
+        self.damaged = False  # somebody deleted or edited what counts
+        self.copy: tuple[Shared, dict[str, bytes]] | None = None
+        self.copy_damaged = False
+        client.flushall()
+
+    # --- calling ----------------------------------------------------------------------------------
+
+    def run(self, script: str, keys: list[str], args: list[Any]) -> list[int]:
+        command = SCRIPTS[script].evalsha(keys, args)
+        reply: list[int] = self.client.execute_command("EVAL", SCRIPTS[script].text, *command[2:])
+        return reply
+
+    def counting_keys(self, worker: str) -> list[str]:
+        return [self.keys.unfinished, self.keys.ledger(worker), self.keys.sessions]
+
+    def restate(self, worker: str, generation: int, counts: dict[str, int]) -> int:
+        """The script and the model's idea of it; the code."""
+        flat = [part for item in counts.items() for part in item]
+        keys = [*self.counting_keys(worker), self.keys.workers, self.keys.version]
+        reply = self.run("restate", keys, [worker, generation, 60_000, *flat])
+        model = self.model
+        registered = model.sessions.get(worker)
+        if registered is not None and registered > generation:
+            assert reply == [4, model.version, 0]
+            return 4
+        before = model.ledgers.pop(worker, {})
+        for url in before.keys() | counts.keys():
+            by = counts.get(url, 0) - before.get(url, 0)
+            if by:
+                model.count(url, by)
+                if model.unfinished.get(url, 0) <= 0:
+                    model.unfinished.pop(url, None)
+        if counts:
+            model.ledgers[worker] = dict(counts)
+        model.leases[worker] = True
+        model.sessions[worker] = generation
+        assert reply == [0, model.version, int(registered == generation)]
+        return 0
+
+    def new_generation(self, worker: str) -> int:
+        self.generations += 1
+        self.truth[worker].generation = self.generations
+        return self.generations
+
+    def acquire_as(
+        self, worker: str, generation: int, policy: str, pool: list[str], two: tuple[float, float], version: str
+    ) -> str | None:
+        """The node it was counted on, None where it was refused."""
+        keys = [*self.counting_keys(worker), self.keys.version, self.keys.latency_mean, self.keys.explored]
+        flat = [part for url in pool for part in (url, repr(SPEEDS[url]))]
+        reply = self.run(f"acquire_{policy}", keys, [worker, generation, version, repr(two[0]), repr(two[1]), *flat])
+        model = self.model
+        if model.sessions.get(worker) != generation:
+            assert reply == [1, 0, model.version]
+            return None
+        if version not in ("", str(model.version)):
+            assert reply == [2, 0, model.version]
+            return None
+        candidates = [
+            Candidate(SPEEDS[url], model.unfinished.get(url, 0), model.mean(url), model.explored.get(url, 0))
+            for url in pool
+        ]
+        index, exploring = POLICIES[policy](candidates, two)
+        assert reply == [0, index + 1, model.version]
+        url = pool[index]
+        model.count(url, 1)
+        ledger = model.ledgers.setdefault(worker, {})
+        ledger[url] = ledger.get(url, 0) + 1
+        if exploring:
+            model.explored[url] = model.explored.get(url, 0) + 1
+        return url
+
+    def release_as(self, worker: str, generation: int, url: str, latency_s: float | None) -> int:
+        keys = [
+            *self.counting_keys(worker),
+            self.keys.version,
+            self.keys.nodes,
+            self.keys.latency(url),
+            self.keys.latency_mean,
+            self.keys.explored,
+            self.keys.last_success,
+        ]
+        said = "" if latency_s is None else repr(latency_s)
+        code, version = self.run("release", keys, [worker, generation, url, said, WINDOW])
+        model = self.model
+        assert version == model.version
+        if model.sessions.get(worker) != generation:
+            assert code == 1
+            return code
+        if latency_s is not None and url in model.nodes:
+            model.latency[url] = [latency_s, *model.latency.get(url, [])][:WINDOW]
+            model.latency_mean[url] = sum(model.latency[url]) / len(model.latency[url])
+            model.explored.pop(url, None)
+            model.last_success.add(url)
+        ledger = model.ledgers.get(worker, {})
+        if ledger.get(url, 0) <= 0:
+            assert code == 3
+            return code
+        ledger[url] -= 1
+        if not ledger[url]:
+            del ledger[url]
+        if not ledger:
+            model.ledgers.pop(worker)
+        model.count(url, -1)
+        assert code == 0
+        return code
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    @initialize()
+    def begin(self) -> None:
+        for worker in WORKERS[:2]:
+            self.join(worker)
+        for url in URLS[:2]:
+            self.add_node(url, key="", speed="")
+
+    @rule(worker=names)
+    def join(self, worker: str) -> None:
+        """A new connection: after an error, a lost reply, a restart of Redis."""
+        self.truth[worker].alive = True
+        assert self.restate(worker, self.new_generation(worker), self.truth[worker].counts) == 0
+
+    @rule(worker=names)
+    def renew(self, worker: str) -> None:
+        truth = self.truth[worker]
+        if truth.alive and truth.generation:
+            self.restate(worker, truth.generation, truth.counts)
+
+    @rule(worker=names, policy=st.sampled_from(sorted(POLICIES)), pool=pools, two=draws, lost=st.booleans())
+    def acquire(self, worker: str, policy: str, pool: list[str], two: tuple[float, float], lost: bool) -> None:
+        truth = self.truth[worker]
+        if not truth.alive:
+            return
+        url = self.acquire_as(worker, truth.generation, policy, pool, two, str(self.model.version))
+        if url is not None and not lost:
+            truth.counts[url] = truth.counts.get(url, 0) + 1
+        if lost:  # nobody knows what ran: what follows such an error is a new connection
+            self.join(worker)
+
+    @rule(worker=names, pool=pools, two=draws, off_by=st.sampled_from([-1, 1]))
+    def acquire_with_another_version(self, worker: str, pool: list[str], two: tuple[float, float], off_by: int) -> None:
+        truth = self.truth[worker]
+        version = str(self.model.version + off_by)
+        assert self.acquire_as(worker, truth.generation, "random", pool, two, version) is None
+
+    @rule(worker=names, pool=pools, two=draws)
+    def acquire_with_any_version(self, worker: str, pool: list[str], two: tuple[float, float]) -> None:
+        truth = self.truth[worker]
+        url = self.acquire_as(worker, truth.generation, "min_expected_latency", pool, two, "") if truth.alive else None
+        if url is not None:
+            truth.counts[url] = truth.counts.get(url, 0) + 1
+
+    @rule(worker=names, latency_s=st.sampled_from([None, 0.25, 0.5, 1.0]), sent=st.booleans(), data=st.data())
+    def release(self, worker: str, latency_s: float | None, sent: bool, data: Any) -> None:
+        truth = self.truth[worker]
+        if not truth.alive or not truth.counts:
+            return
+        url = data.draw(st.sampled_from(sorted(truth.counts)))
+        truth.counts[url] -= 1
+        if not truth.counts[url]:
+            del truth.counts[url]
+        if not sent:  # Redis was away
+            self.join(worker)
+        elif self.release_as(worker, truth.generation, url, latency_s) != 0:
+            self.renew(worker)
+
+    @rule(worker=names, url=urls)
+    def release_what_was_never_counted(self, worker: str, url: str) -> None:
+        if url not in self.model.ledgers.get(worker, {}):
+            assert self.release_as(worker, self.truth[worker].generation, url, None) in (1, 3)
+
+    @rule(worker=names, what=st.sampled_from(["acquire", "release", "restate"]), url=urls)
+    def zombie(self, worker: str, what: str, url: str) -> None:
+        """What an older connection of the worker left in a socket runs now."""
+        older = self.truth[worker].generation - 1
+        if older < 1:
+            return
+        known = self.model.sessions.get(worker) == self.truth[worker].generation
+        if what == "acquire":
+            assert self.acquire_as(worker, older, "random", [url], (0.0, 0.0), "") is None or not known
+        elif what == "release":
+            assert self.release_as(worker, older, url, 0.5) == 1 or not known
+        elif known:
+            assert self.restate(worker, older, {url: 7}) == 4
+
+    # --- workers die ------------------------------------------------------------------------------
+
+    @rule(worker=names)
+    def crash(self, worker: str) -> None:
+        self.truth[worker].alive = False
+        self.truth[worker].counts = {}
+
+    @rule(worker=names)
+    def lease_ends(self, worker: str) -> None:
+        if worker in self.model.leases:
+            self.client.zadd(self.keys.workers, {worker: 1})
+            self.model.leases[worker] = False
+
+    @rule(worker=names, certain=st.booleans())
+    def give_up(self, worker: str, certain: bool) -> None:
+        model = self.model
+        if certain and self.truth[worker].alive:
+            return  # who is known to have died is dead
+        reply = self.run(
+            "give_up_worker", [*self.counting_keys(worker), self.keys.workers], [worker, "1" if certain else "0"]
+        )
+        if not certain and model.leases.get(worker, False):
+            assert reply == [5, 0]
+            return
+        share = model.ledgers.pop(worker, {})
+        for url, count in share.items():
+            model.count(url, -count)
+        model.leases.pop(worker, None)
+        model.sessions.pop(worker, None)
+        assert reply == [0, sum(share.values())]
+
+    # --- Redis is damaged, and mended -------------------------------------------------------------
+
+    @rule()
+    def flushall(self) -> None:
+        self.client.flushall()
+        self.model = Shared()
+        self.damaged = False
+
+    @rule(data=st.data())
+    def delete_any_key(self, data: Any) -> None:
+        model, keys = self.model, self.keys
+        there = sorted(key.decode() for key in self.client.keys(keys.prefix + "*"))
+        if not there:
+            return
+        key = data.draw(st.sampled_from(there))
+        self.client.delete(key)
+        name = key.removeprefix(keys.prefix)
+        if name.startswith("unfinished:"):
+            model.ledgers.pop(name.removeprefix("unfinished:"))
+        elif name.startswith("latency:"):
+            del model.latency[name.removeprefix("latency:")]
+        elif name.startswith("node:"):
+            model.nodes[name.removeprefix("node:")].clear()
+        elif name == "workers":
+            model.leases.clear()
+        elif name == "version":
+            model.version = 0
+        elif name == "nodes":
+            self.forget_the_set_of_nodes()
+        else:
+            getattr(model, name).clear()
+        self.damaged |= name in ("unfinished", "workers") or name.startswith("unfinished:")
+
+    def forget_the_set_of_nodes(self) -> None:
+        # Hashes without their member in the set are nobody's: away with them, here and there.
+        for url in self.model.nodes:
+            self.client.delete(self.keys.node(url))
+        self.model.nodes.clear()
+
+    @rule(url=urls, count=st.integers(1, 9))
+    def edit_a_total(self, url: str, count: int) -> None:
+        self.client.hset(self.keys.unfinished, url, count)
+        self.model.unfinished[url] = count
+        self.damaged = True
+
+    @rule(worker=names, url=urls, count=st.integers(1, 9))
+    def edit_a_ledger(self, worker: str, url: str, count: int) -> None:
+        self.client.hset(self.keys.ledger(worker), url, count)
+        self.model.ledgers.setdefault(worker, {})[url] = count
+        self.damaged = True
+
+    @rule()
+    def recount(self) -> None:
+        model = self.model
+        members = sorted(model.leases)
+        reply = self.run(
+            "recount_unfinished", [self.keys.unfinished, self.keys.workers, *map(self.keys.ledger, members)], members
+        )
+        sums: dict[str, int] = {}
+        for worker in members:
+            for url, count in model.ledgers.get(worker, {}).items():
+                sums[url] = sums.get(url, 0) + count
+        wrong = {url for url in sums.keys() | model.unfinished.keys() if sums.get(url) != model.unfinished.get(url)}
+        assert reply == [0, len(wrong)]
+        model.unfinished = sums
+
+    @precondition(lambda self: self.model.leases)
+    @rule()
+    def recount_of_other_workers_than_there_are(self) -> None:
+        others = sorted(self.model.leases)[:-1]
+        keys = [self.keys.unfinished, self.keys.workers]
+        assert self.run("recount_unfinished", [*keys, *map(self.keys.ledger, others)], others) == [2, 0]
+        assert self.run("recount_unfinished", [*keys, *map(self.keys.ledger, [*others, "x"])], [*others, "x"]) == [2, 0]
+
+    @rule()
+    def heal(self) -> None:
+        """Everybody restates, the dead are given up, one recount: then all is as it truly is."""
+        for worker, truth in self.truth.items():
+            if truth.alive:
+                self.join(worker)
+            else:
+                self.give_up(worker, certain=True)
+        self.recount()
+        self.damaged = False
+        true: dict[str, int] = {}
+        for worker, truth in self.truth.items():
+            assert self.model.ledgers.get(worker, {}) == truth.counts
+            for url, count in truth.counts.items():
+                true[url] = true.get(url, 0) + count
+        assert self.model.unfinished == true
+        self.compare_counts()
+
+    # --- the registry -----------------------------------------------------------------------------
+
+    def node_keys(self, url: str) -> list[str]:
+        return [self.keys.nodes, self.keys.node(url), self.keys.version]
+
+    @rule(url=urls, key=st.sampled_from(["", "k1", "k2"]), speed=st.sampled_from(["", "2.0"]))
+    def add_node(self, url: str, key: str, speed: str) -> None:
+        model = self.model
+        said = {"state": "pending", "speed": speed, "static": "0", "drain_until_ms": "0"}
+        flat = [part for item in said.items() for part in item]
+        reply = self.run("add_node", [*self.node_keys(url), self.keys.engine_keys], [url, key, *flat])
+        before = model.nodes.get(url)
+        model.version += 1
+        version = str(model.version)
+        order = before.get("order", version) if before else version
+        model.nodes[url] = {**said, "order": order, "incarnation": version}
+        if key:
+            model.engine_keys[url] = key
+        assert reply == [9 if before else 0, model.version]
+
+    @rule(url=urls, state=st.sampled_from(["ready", "down", "asleep"]), stale=st.booleans())
+    def set_state(self, url: str, state: str, stale: bool) -> None:
+        model = self.model
+        node = model.nodes.get(url, {})
+        incarnation = "none" if stale else node.get("incarnation", "")
+        reply = self.run("set_node_state", self.node_keys(url), [url, incarnation, state, "", "reason", "words"])
+        if url not in model.nodes:
+            assert reply == [6, model.version]
+        elif stale or node.get("state") == "draining":
+            assert reply == [7, model.version]
+        elif node.get("state") == state and node.get("reason") == "words":
+            assert reply == [8, model.version]
+        else:
+            node.update(state=state, reason="words")
+            model.version += 1
+            assert reply == [0, model.version]
+
+    @rule(url=urls, drain_ms=st.sampled_from([0, 3_600_000]))
+    def drain(self, url: str, drain_ms: int) -> None:
+        model = self.model
+        reply = self.run("set_node_state", self.node_keys(url), [url, "", "draining", drain_ms])
+        if url not in model.nodes:
+            assert reply == [6, model.version]
+            return
+        model.nodes[url].update(state="draining", drain_until_ms=str(drain_ms))
+        model.version += 1
+        assert reply == [0, model.version]
+
+    @rule(url=urls, when=st.sampled_from(["now", "drained", "this one", "another one"]))
+    def remove_node(self, url: str, when: str) -> None:
+        model = self.model
+        node = model.nodes.get(url, {})
+        said = {"this one": node.get("incarnation", "0"), "another one": "999999"}.get(when, when)
+        keys = [*self.node_keys(url), self.keys.engine_keys, self.keys.latency(url), self.keys.latency_mean]
+        keys += [self.keys.explored, self.keys.last_success, self.keys.unfinished]
+        reply = self.run("remove_node", keys, [url, said])
+        if url not in model.nodes:
+            assert reply == [6, model.version]
+            return
+        late = node.get("drain_until_ms") == "0" or not model.unfinished.get(url)
+        may = {
+            "now": True,
+            "drained": node.get("state") == "draining" and late,
+            "this one": "incarnation" in node,
+            "another one": False,
+        }
+        if not may[when]:
+            assert reply == [7, model.version]
+            return
+        del model.nodes[url]
+        model.engine_keys.pop(url, None)
+        model.forget_history(url)
+        model.version += 1
+        assert reply == [0, model.version]
+
+    def restore(self, worker: str, *, repair: bool) -> None:
+        model = self.model
+        version, nodes, engine_keys = self.truth[worker].snapshot
+        extra = sorted(url for url in model.nodes if url not in nodes)
+        names = [self.keys.nodes, self.keys.version, self.keys.engine_keys]
+        arguments: list[Any] = [version, "1" if repair else "0", len(nodes)]
+        for url, fields in nodes.items():
+            arguments += [url, engine_keys.get(url, ""), len(fields), *(p for item in fields.items() for p in item)]
+        reply = self.run("restore_registry", [*names, *map(self.keys.node, [*nodes, *extra])], [*arguments, *extra])
+        newer = version > model.version
+        if not newer and not (repair and version == model.version):
+            assert reply == [8, model.version]
+            return
+        for url in extra:
+            del model.nodes[url]
+            model.engine_keys.pop(url, None)
+        model.nodes.update(copy.deepcopy(nodes))
+        model.engine_keys.update({url: engine_keys[url] for url in nodes if url in engine_keys})
+        model.version = version if newer else version + 1
+        assert reply == [0, model.version]
+
+    def look(self, worker: str) -> None:
+        """What a worker does at a look at the registry: take it if it is newer, restore it if it is older."""
+        model, truth = self.model, self.truth[worker]
+        if model.version < truth.snapshot[0]:
+            self.restore(worker, repair=False)
+        else:
+            truth.snapshot = (model.version, copy.deepcopy(model.nodes), dict(model.engine_keys))
+
+    @rule(worker=names)
+    def one_looks(self, worker: str) -> None:
+        if all(self.model.nodes.values()):  # a damaged hash is no node; test_registry has those
+            self.look(worker)
+
+    @rule(worker=names)
+    def one_repairs(self, worker: str) -> None:
+        self.restore(worker, repair=True)
+
+    @rule()
+    def save(self) -> None:
+        keys = self.client.keys(self.keys.prefix + "*")
+        self.copy = (copy.deepcopy(self.model), {key: self.client.dump(key) for key in keys})
+        self.copy_damaged = self.damaged
+
+    @rule(older_copy=st.booleans(), order=st.permutations(WORKERS))
+    def redis_falls_back_and_all_look(self, older_copy: bool, order: list[str]) -> None:
+        """A failover to an older replica, or to nothing; the workers come in any order."""
+        for worker in WORKERS:  # one lineage: no two snapshots of one version that differ
+            if self.truth[worker].snapshot[0] > self.model.version:
+                return
+        if self.copy is not None and self.copy[0].version > self.model.version:
+            return
+        newest = max((self.truth[worker].snapshot for worker in WORKERS), key=lambda snapshot: snapshot[0])
+        self.flushall()
+        if older_copy and self.copy is not None:
+            self.model = copy.deepcopy(self.copy[0])
+            self.damaged = self.copy_damaged
+            for key, dump in self.copy[1].items():
+                self.client.restore(key, 0, dump)
+        if self.model.version > newest[0]:
+            newest = (self.model.version, copy.deepcopy(self.model.nodes), {})
+        for worker in [*order, *order]:
+            self.look(worker)
+        assert self.model.version == newest[0]
+        assert self.model.nodes == newest[1]
+        assert {self.truth[worker].snapshot[0] for worker in WORKERS} == {newest[0]}
+
+    # --- after every step -------------------------------------------------------------------------
+
+    @invariant()
+    def compare_counts(self) -> None:
+        keys, model = self.keys, self.model
+        with self.client.pipeline(transaction=False) as pipe:
+            pipe.hgetall(keys.unfinished)
+            pipe.hgetall(keys.sessions)
+            pipe.zrange(keys.workers, 0, -1)
+            for worker in WORKERS:
+                pipe.hgetall(keys.ledger(worker))
+            total, sessions, leases, *ledgers = pipe.execute()
+        counted = numbers(total)
+        assert counted == model.unfinished
+        shares = {worker: numbers(ledger) for worker, ledger in zip(WORKERS, ledgers, strict=True) if ledger}
+        assert shares == model.ledgers
+        assert numbers(sessions) == model.sessions
+        assert {worker.decode() for worker in leases} == set(model.leases)
+        assert all(count > 0 for hash_ in (counted, *shares.values()) for count in hash_.values())
+        if not self.damaged:
+            sums: dict[str, int] = {}
+            for share in shares.values():
+                for url, count in share.items():
+                    sums[url] = sums.get(url, 0) + count
+            assert counted == sums
+
+    @invariant()
+    def compare_registry(self) -> None:
+        keys, model = self.keys, self.model
+        with self.client.pipeline(transaction=False) as pipe:
+            pipe.get(keys.version)
+            pipe.smembers(keys.nodes)
+            pipe.hgetall(keys.engine_keys)
+            for url in URLS:
+                pipe.hgetall(keys.node(url))
+            version, members, engine_keys, *hashes = pipe.execute()
+        assert int(version or 0) == model.version
+        assert {url.decode() for url in members} == set(model.nodes)
+        assert texts(engine_keys) == model.engine_keys
+        for url, fields in zip(URLS, map(texts, hashes), strict=True):
+            for by_the_clock in ("registered_at_ms", "state_since_ms"):
+                fields.pop(by_the_clock, None)
+            expected = model.nodes.get(url, {})
+            if fields.get("drain_until_ms", "0") != "0" and expected.get("state") == "draining":
+                fields["drain_until_ms"] = expected["drain_until_ms"]  # a moment there, a duration here
+            assert fields == expected
+
+    @invariant()
+    def compare_history(self) -> None:
+        keys, model = self.keys, self.model
+        with self.client.pipeline(transaction=False) as pipe:
+            pipe.hgetall(keys.latency_mean)
+            pipe.hgetall(keys.explored)
+            pipe.hkeys(keys.last_success)
+            for url in URLS:
+                pipe.lrange(keys.latency(url), 0, -1)
+            means, explored, successes, *windows = pipe.execute()
+        assert {url: float(mean) for url, mean in texts(means).items()} == pytest.approx(model.latency_mean)
+        assert numbers(explored) == model.explored
+        assert {url.decode() for url in successes} == model.last_success
+        kept = {url: [float(x) for x in window] for url, window in zip(URLS, windows, strict=True) if window}
+        assert kept == model.latency
+
+    def teardown(self) -> None:
+        self.heal()
+
+
+def texts(reply: dict[bytes, bytes]) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in reply.items()}
+
+
+def numbers(reply: dict[bytes, bytes]) -> dict[str, int]:
+    return {name.decode(): int(value) for name, value in reply.items()}
+
+
+@pytest.fixture
+def raw_client() -> Iterator[redis_client.Redis]:
+    with PrivateRedis() as server, redis_client.Redis(unix_socket_path=str(server.socket)) as client:
+        yield client
+
+
+def test_the_shared_state_is_what_the_model_says_after_every_step(raw_client: redis_client.Redis) -> None:
+    run_state_machine_as_test(
+        lambda: Machine(raw_client),
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            # A failure is told at once, in up to 40 steps; Phase.shrink makes it short, in minutes.
+            phases=[Phase.explicit, Phase.reuse, Phase.generate],
+        ),
+    )

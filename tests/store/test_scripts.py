@@ -1,0 +1,388 @@
+"""The scripts against their own headers, their callers, the house rules, and the pages in `lua/README.md`."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.balancing import POLICIES
+from app.nodes import Node
+from app.store.keys import Keys
+from app.store.registry import node_to_fields
+from app.store.scripts import Arity, Code, Script, load_scripts, lua_directory
+from tests.store.harness import Worker, totals
+from tests.support.redis import PrivateRedis, Space
+from tests.support.wait import aeventually
+
+ROOT = Path(__file__).parents[2]
+LUA = ROOT / "lua"
+SCRIPTS = load_scripts()
+FILES = {path.stem: path.read_text() for path in LUA.glob("*.lua")}
+POLICY_FILES = {path.stem: path.read_text() for path in (LUA / "policies").glob("*.lua")}
+README = (LUA / "README.md").read_text()
+ALL_FILES = sorted([*LUA.glob("*.lua"), *(LUA / "policies").glob("*.lua")])
+
+each_file = pytest.mark.parametrize("name", sorted(FILES))
+each_script = pytest.mark.parametrize("name", sorted(SCRIPTS))
+
+
+# --- reading Lua ----------------------------------------------------------------------------------
+
+
+def header(text: str) -> str:
+    """The comment that a file begins with."""
+    return "".join(itertools.takewhile(lambda line: line.startswith("--"), text.splitlines(keepends=True)))
+
+
+def key_lines(text: str) -> list[tuple[str, str]]:
+    """(key, type) of each KEYS line of a header."""
+    return re.findall(r"^-- KEYS\[\d+\+?\]\s+(\S+)\s+([A-Z]+)", text, re.MULTILINE)
+
+
+def code_of(text: str) -> str:
+    """Without comments."""
+    return re.sub(r"--[^\n]*", "", text)
+
+
+def bare(text: str) -> str:
+    """Without comments and strings."""
+    return re.sub(r"'[^'\n]*'|\"[^\"\n]*\"", "''", code_of(text))
+
+
+def bindings(text: str) -> dict[str, str]:
+    """name -> expression of every `local a, b = x, y` with as many names as expressions."""
+    found: dict[str, str] = {}
+    for names, values in re.findall(r"\blocal ([\w, ]+?)\s*=\s*([^\n]+)", code_of(text)):
+        left, right = [n.strip() for n in names.split(",")], split_arguments(values)
+        if len(left) == len(right):
+            found.update(zip(left, right, strict=True))
+    return found
+
+
+def split_arguments(text: str) -> list[str]:
+    """At the commas that stand in no bracket."""
+    parts, depth = [""], 0
+    for c in text:
+        depth += (c in "([{") - (c in ")]}")
+        if depth < 0:
+            break
+        if c == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += c
+    return [part.strip() for part in parts]
+
+
+def redis_calls(text: str) -> list[list[str]]:
+    """The arguments of every redis.call, redis.pcall."""
+    return [split_arguments(rest) for rest in re.findall(r"redis\.p?call\(((?:[^\n]|\n(?= ))*)", code_of(text))]
+
+
+LUA_WORDS = {"and", "break", "do", "else", "elseif", "end", "false", "for", "function", "if", "in", "local", "nil"}
+LUA_WORDS |= {"not", "or", "repeat", "return", "then", "true", "until", "while"}
+GIVEN = {"redis", "KEYS", "ARGV", "tonumber", "tostring", "math", "string", "table", "unpack", "pairs", "ipairs"}
+
+
+def foreign_names(text: str) -> set[str]:
+    """Names that are used but neither local nor given by Lua and Redis: globals, or slips of the pen."""
+    code = bare(text)
+    local: set[str] = set()
+    for names in re.findall(r"\blocal ([A-Za-z_][\w, ]*)", code):
+        local.update(re.findall(r"[A-Za-z_]\w*", names))
+    for name, parameters in re.findall(r"\bfunction\s*(\w*)\(([^)]*)\)", code):
+        local.update({name, *re.findall(r"\w+", parameters)})
+    for names in re.findall(r"\bfor ([\w, ]+?)\s*(?:=|\bin\b)", code):
+        local.update(re.findall(r"\w+", names))
+    used = set()
+    for match in re.finditer(r"(?<![\w.:])[A-Za-z_]\w*", code):
+        is_field = re.match(r"\s*=[^=]", code[match.end() :]) and re.search(r"[{,]\s*$", code[: match.start()])
+        inside_table = code[: match.start()].count("{") > code[: match.start()].count("}")
+        if not (is_field and inside_table):
+            used.add(match[0])
+    return used - local - LUA_WORDS - GIVEN
+
+
+def test_the_reader_of_lua_sees_what_it_is_there_for() -> None:
+    """The checks below are only as good as this."""
+    good = "local a, b = KEYS[1], { x = 1, y = { z = 2 } }\nfor i = 1, #b do a = b.x .. 'text' end -- words"
+    assert foreign_names(good) == set()
+    assert foreign_names(good + "\ncount = 1") == {"count"}
+    assert foreign_names("local function f(n) return n + m end") == {"m"}
+    assert foreign_names("local t = {}\nt.field = 1\nos.time()") == {"os"}
+    assert bindings("local a, b = KEYS[1], f(1, 2)\n") == {"a": "KEYS[1]", "b": "f(1, 2)"}
+    assert redis_calls("x = redis.call('HSET', node, 'a',\n    b(1, 2)) y") == [["'HSET'", "node", "'a'", "b(1, 2)"]]
+    assert key_lines("-- KEYS[1]  unfinished:<w>   HASH  words\n-- KEYS[2+] node:<url>  HASH x") == [
+        ("unfinished:<w>", "HASH"),
+        ("node:<url>", "HASH"),
+    ]
+
+
+# --- headers --------------------------------------------------------------------------------------
+
+
+@each_file
+def test_a_header_says_what_a_caller_needs(name: str) -> None:
+    top = header(FILES[name])
+    assert FILES[name].startswith(f"-- {name}: ")
+    for word in (r"KEYS\[1\+?\] ", r"ARGV\[1\+?\] ", "RETURN ", "COST ", ".*CALLER "):
+        assert re.search(rf"^-- {word}", top, re.MULTILINE), f"no line {word}"
+    assert re.search(r"COST\s+O\([^)]+\)", top)
+    assert len(key_lines(top)) == len(re.findall(r"^-- KEYS\[", top, re.MULTILINE)), "a key without a type"
+
+
+@each_file
+def test_header_and_code_agree_on_keys_and_arguments(name: str) -> None:
+    script = SCRIPTS.get(name) or SCRIPTS["acquire_random"]
+    bound = [value for value in bindings(FILES[name]).values() if re.match(r"(?:tonumber\()?(KEYS|ARGV)\[\d", value)]
+    for word, arity in (("KEYS", script.keys), ("ARGV", script.args)):
+        used = {int(n) for n in re.findall(rf"{word}\[(\d+)\]", code_of(FILES[name]))}
+        assert used == set(range(1, arity.fixed + 1)), f"{word} in the code are not those of the header"
+        named = {int(n) for value in bound for n in re.findall(rf"{word}\[(\d+)\]", value)}
+        in_a_table = {4, 5} if (name, word) == ("acquire", "ARGV") else set()  # the two draws
+        open_from = {1} if (name, word) == ("recount_unfinished", "ARGV") else set()
+        assert used - named <= in_a_table | open_from, f"{word} that are not bound to a name"
+
+
+@each_file
+def test_header_and_code_agree_on_the_codes(name: str) -> None:
+    top = header(FILES[name])
+    said = {int(n) for n in re.findall(r"(?:code:|,|^--\s+)\s*(\d+) [a-z]", top[top.index("RETURN") :], re.MULTILINE)}
+    returned = {int(n) for n in re.findall(r"return \{ (\d+)[, ]", code_of(FILES[name]))}
+    returned |= {int(n) for pair in re.findall(r"return \{ known and (\d+) or (\d+),", FILES[name]) for n in pair}
+    assert said == returned
+    assert said <= {code.value for code in Code}
+
+
+@each_file
+def test_replies_have_a_fixed_length(name: str) -> None:
+    replies = [split_arguments(rest) for rest in re.findall(r"return \{ (.*)\}", code_of(FILES[name]))]
+    top = header(FILES[name])
+    said = re.search(r"RETURN\s+\{([^}]*)\}", top)
+    assert said is not None
+    assert {len(reply) for reply in replies} == {len(said[1].split(","))}
+
+
+@each_file
+def test_the_callers_named_are_those_that_call(name: str) -> None:
+    top = header(FILES[name])
+    named = re.findall(r"[\w/]+\.py", top[top.index("CALLER") :])
+    literal = "acquire_" if name == "acquire" else name
+    calling = set()
+    for path in [*(ROOT / "app").rglob("*.py"), *(ROOT / "workers").rglob("*.py")]:
+        constants = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        if literal in constants and path.name != "scripts.py":
+            calling.add(str(path.relative_to(ROOT)))
+    assert set(named) == calling
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_FILES))
+def test_a_policy_names_its_contract_and_its_twin(name: str) -> None:
+    top = header(POLICY_FILES[name])
+    assert POLICY_FILES[name].startswith(f"-- Policy {name}: ")
+    assert "choose(nodes, draws) -> index, exploring" in top
+    assert re.search(rf"Twin: app/balancing/{name}\.py", top)
+    assert (ROOT / "app" / "balancing" / f"{name}.py").is_file()
+    assert "redis." not in code_of(POLICY_FILES[name])
+    assert set(bindings(POLICY_FILES[name])) >= {"READS_LATENCY"}
+
+
+def test_every_policy_has_its_script_and_its_twin() -> None:
+    assert set(POLICY_FILES) == set(POLICIES)
+    assert set(SCRIPTS) == (set(FILES) - {"acquire"}) | {f"acquire_{name}" for name in POLICIES}
+
+
+# --- house rules ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ALL_FILES, ids=lambda path: path.name)
+def test_four_spaces_and_short_lines(path: Path) -> None:
+    text = path.read_text()
+    assert "\t" not in text
+    assert text.endswith("\n")
+    for line in text.splitlines():
+        assert len(line) <= 120
+        assert line == line.rstrip()
+        if not line.startswith("--"):
+            assert (len(line) - len(line.lstrip(" "))) % 4 == 0, line
+
+
+@each_script
+def test_no_global_and_no_unknown_name(name: str) -> None:
+    assert foreign_names(SCRIPTS[name].text) == set()
+
+
+@each_script
+def test_no_key_is_built_in_lua(name: str) -> None:
+    text = SCRIPTS[name].text
+    assert ".." not in bare(text), "strings are joined"
+    given = {variable for variable, value in bindings(text).items() if value.startswith("KEYS[")}
+    for command, *arguments in redis_calls(text):
+        command = command.strip("'")
+        assert command == command.upper()
+        assert command not in ("KEYS", "SCAN", "EVAL", "RANDOMKEY", "FLUSHALL", "FLUSHDB")
+        if command != "TIME":
+            for key in arguments if command == "DEL" else arguments[:1]:
+                assert key in given or key.startswith("KEYS["), f"{command} {key}"
+
+
+@each_script
+def test_nothing_but_what_the_argument_says_is_random_or_read_from_a_clock(name: str) -> None:
+    assert not re.search(r"math\.random|os\.|RANDOMKEY|SRANDMEMBER|HRANDFIELD", SCRIPTS[name].text)
+
+
+@each_script
+def test_the_server_takes_the_script_under_the_sha_that_we_compute(name: str, redis_server: PrivateRedis) -> None:
+    redis_server.ensure_running()
+    assert redis_server.cli("SCRIPT", "LOAD", SCRIPTS[name].text) == SCRIPTS[name].sha
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+@each_script
+def test_a_call_with_too_few_or_too_many_is_refused_before_it_is_sent(name: str) -> None:
+    script = SCRIPTS[name]
+    keys, args = ["k"] * script.keys.fixed, ["a"] * script.args.fixed
+    assert script.evalsha(keys, args) == ("EVALSHA", script.sha, len(keys), *keys, *args)
+    wrong = [(keys[:-1], args), (keys, args[:-1])] if args else [(keys[:-1], args)]
+    if not script.keys.open_ended:
+        wrong.append(([*keys, "k"], args))
+    if not script.args.open_ended:
+        wrong.append((keys, [*args, "a"]))
+    for some_keys, some_args in wrong:
+        with pytest.raises(ValueError, match=rf"{name}\.lua takes"):
+            script.evalsha(some_keys, some_args)
+    if script.args.open_ended:
+        assert script.evalsha(keys, [*args, "a", "b"])[-2:] == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "arity"),
+    [
+        ("-- KEYS[1]  a\n-- KEYS[2]  b\n", Arity(2, False)),
+        ("-- KEYS[1]  a\n-- KEYS[2+] b\n", Arity(1, True)),
+        ("-- KEYS[1+] a\n", Arity(0, True)),
+        ("-- ARGV[1]  a\n", Arity(0, False)),
+    ],
+)
+def test_a_header_gives_the_arity(text: str, arity: Arity) -> None:
+    assert Arity.parse(text, "KEYS") == arity
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "-- KEYS[2]  a\n",
+        "-- KEYS[1]  a\n-- KEYS[3]  b\n",
+        "-- KEYS[1+] a\n-- KEYS[2]  b\n",
+        "-- KEYS[1] a\n-- KEYS[1] b",
+    ],
+)
+def test_a_header_that_does_not_count_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="count from 1"):
+        Script("broken", text, header=text)
+
+
+@pytest.mark.parametrize(
+    ("arity", "admitted", "refused"), [(Arity(2, False), [2], [0, 1, 3]), (Arity(2, True), [2, 3, 99], [0, 1])]
+)
+def test_arity_admits(arity: Arity, admitted: list[int], refused: list[int]) -> None:
+    assert all(arity.admits(n) for n in admitted)
+    assert not any(arity.admits(n) for n in refused)
+
+
+def test_the_scripts_of_a_checkout_are_found() -> None:
+    assert lua_directory() == LUA
+
+
+# --- lua/README.md --------------------------------------------------------------------------------
+
+
+def table(*columns: str) -> list[list[str]]:
+    """The rows of the page's table with these columns."""
+    head = f"| {' | '.join(columns)} |\n"
+    assert README.count(head) == 1, columns
+    rows = README.split(head)[1].split("\n\n")[0].splitlines()[1:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def ticked(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+KEY_ROWS = {ticked(row[0])[0]: row[1:] for row in table("key", "type", "meaning", "look at it")}
+SAME = {"unfinished:<w>": "unfinished:<worker>", "lease": "prober"}
+"""Names in headers -> names on the page."""
+
+
+def test_the_page_has_every_key_of_the_code_and_no_other() -> None:
+    keys = Keys("ns")
+    names = {value.removeprefix(keys.prefix) for name, value in vars(keys).items() if name != "prefix"}
+    names |= {name.removeprefix(keys.prefix) for name in (keys.node("<url>"), keys.latency("<url>"))}
+    names.add(keys.ledger("<worker>").removeprefix(keys.prefix))
+    methods = {name for name, value in vars(Keys).items() if callable(value) and not name.startswith("_")}
+    assert methods == {"node", "ledger", "latency"}, "a new kind of key"
+    assert set(KEY_ROWS) == names
+
+
+@each_file
+def test_page_and_header_agree_on_a_keys_type(name: str) -> None:
+    for key, type_ in key_lines(FILES[name]):
+        assert KEY_ROWS[SAME.get(key, key)][0] == type_, key
+
+
+def test_the_page_has_every_field_of_a_node_and_no_other() -> None:
+    assert [ticked(row[0])[0] for row in table("field", "holds")] == list(node_to_fields(Node("http://a")))
+
+
+def test_the_page_has_every_script_with_its_codes_and_callers() -> None:
+    rows = {ticked(row[0])[0]: row for row in table("script", "what it decides", "codes", "callers")}
+    assert set(rows) == {f"{name}.lua" for name in FILES}
+    for name, text in FILES.items():
+        top = header(text)
+        codes = {int(n) for n in rows[f"{name}.lua"][2].split()}
+        returned = {int(n) for n in re.findall(r"return \{ (\d+)[, ]", code_of(text))}
+        returned |= {int(n) for pair in re.findall(r"return \{ known and (\d+) or (\d+),", text) for n in pair}
+        assert codes == returned, name
+        assert set(ticked(rows[f"{name}.lua"][3])) == set(re.findall(r"[\w/]+\.py", top[top.index("CALLER") :])), name
+
+
+def test_the_page_has_every_policy() -> None:
+    rows = {ticked(row[0])[0]: ticked(row[2])[0] for row in table("policy", "chooses", "twin")}
+    assert rows == {f"policies/{name}.lua": f"app/balancing/{name}.py" for name in POLICIES}
+
+
+def test_the_page_has_every_code() -> None:
+    rows = [(int(row[0]), ticked(row[1])[0]) for row in table("code", "name", "means")]
+    assert rows == [(code.value, code.name) for code in Code]
+
+
+async def test_the_pages_commands_work_and_no_key_is_missing_from_it(own_redis: Space) -> None:
+    space = Space(own_redis.server, "default")
+    url, name = "http://10.0.0.5:23333", "gpu1-4711-0a1b2c3d"
+    async with Worker(space.url, "default", name, strategy="min_observed_latency") as worker:
+        await worker.add_ready(url, key="k")
+        await worker.add_ready("http://10.0.0.6:23333")
+        for ticket in await worker.take(2):  # one on each: both are explored
+            ticket.release(succeeded=ticket.url == url)
+        await worker.take(1)
+        await worker.registry.run("hold_lease", [worker.keys.prober], [name, 60_000])
+        await aeventually(lambda: totals(space) == {url: 1} and space.cli("PUBSUB", "NUMSUB", space.key("events"))[1])
+        for key, (type_, _, example) in KEY_ROWS.items():
+            words = shlex.split(ticked(example)[0])
+            assert words[0] == "redis-cli"
+            full = space.key(key.replace("<url>", url).replace("<worker>", name))
+            assert full in words, f"the example for {key} shows another key"
+            if type_ != "channel":
+                assert space.cli("TYPE", full) == type_.lower()
+            reply: Any = space.cli(*words[1:])
+            assert reply, f"{words} answered {reply!r}"
+        patterns = [re.escape(key).replace("<url>", "https?://.+").replace("<worker>", r"[\w.-]+") for key in KEY_ROWS]
+        unknown = [key for key in space.key_names() if not any(re.fullmatch(p, key) for p in patterns)]
+        assert unknown == []

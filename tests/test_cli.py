@@ -1,0 +1,371 @@
+"""The command: what it accepts, what it says when it does not, and a deployment started as a new user would."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from app import __version__, cli, nodes_command
+from app.settings import Settings, flag_of
+from tests.support.process import Process
+from tests.support.wait import eventually
+from workers.endpoint import Endpoint
+from workers.greeting import greeting
+
+ROOT = Path(__file__).resolve().parents[1]
+EVENHAND = [sys.executable, "-m", "app.cli"]
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [v for v in os.environ if v.startswith("EVENHAND_")]:
+        monkeypatch.delenv(variable)
+
+
+def run(*words: str) -> int:
+    try:
+        return cli.main(words)
+    except SystemExit as e:
+        return int(e.code or 0)
+
+
+# --- parsing ----------------------------------------------------------------------------------------
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"evenhand {__version__}\n"
+
+
+def test_help_of_serve_names_every_setting_and_its_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run("serve", "--help") == 0
+    text = capsys.readouterr().out
+    for name in Settings.model_fields:
+        assert flag_of(name) in text
+        assert f"EVENHAND_{name.upper()}" in text
+
+
+def test_flags_of_serve_become_settings() -> None:
+    parser = cli.build_parser("serve")
+    words = "serve --nodes http://a:1,http://b:2 http://c --nodes http://d --api-keys k1 k2 --dummy-prefill --grace-s 3"
+    args = parser.parse_args(shlex.split(words))
+    settings = Settings.load({name: getattr(args, name) for name in Settings.model_fields})
+    assert settings.nodes == ("http://a:1", "http://b:2", "http://c", "http://d")
+    assert [key.get_secret_value() for key in settings.api_keys] == ["k1", "k2"]
+    assert settings.dummy_prefill and settings.grace_s == 3
+    assert settings.workers == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("", "evenhand: the following arguments are required: COMMAND"),
+        ("serve --bogus", "evenhand serve: unknown: --bogus"),
+        ("serve --server-por 1", "evenhand serve: unknown: --server-por 1"),
+        ("serve --api-keys", "evenhand serve: argument --api-keys: expected at least one argument"),
+        ("serve --workers many", "evenhand serve: --workers: must be a whole number from 1 to 1024, not 'many'"),
+        (
+            "serve --simulate 101",
+            "evenhand serve: argument --simulate: must be a whole number from 0 to 100, not '101'",
+        ),
+        ("serve --server-name 203.0.113.1", "evenhand serve: --server-name: can't listen on 203.0.113.1: "),
+        ("serve --server-name nobody.invalid", "evenhand serve: --server-name: nobody.invalid is no address: "),
+        ("serve --state-dir /dev/null/x", "evenhand serve: --state-dir: can't use /dev/null/x/redis: Not a directory"),
+        ("nodes", "evenhand nodes: the following arguments are required: VERB"),
+        ("nodes add a:1", "evenhand nodes add: argument NODE_URL: NODE_URL must start with http:// or https://"),
+        ("nodes add http://a --speed -1", "evenhand nodes add: argument --speed: must be a finite number greater than"),
+        ("nodes add http://a --role x", "evenhand nodes add: argument --role: role must be one of 1 Hybrid, 2 Prefill"),
+        ("nodes drain http://a --timeout-s x", "evenhand nodes drain: argument --timeout-s: must be a number of secon"),
+        ("nodes list --url nowhere", "evenhand nodes list: argument --url: a deployment's URL must start with http://"),
+        ("engine --port 70000", "evenhand engine: argument --port: "),
+    ],
+)
+def test_a_wrong_value_ends_with_one_clear_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], words: str, line: str
+) -> None:
+    assert run(*words.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    *usage, last = captured.err.splitlines()
+    assert last.startswith(line)
+    assert all(text.startswith("usage: ") for text in usage) and len(usage) <= 1
+
+
+def test_a_port_in_use_is_told_before_anything_is_started(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ["--server-name", "127.0.0.1", "--server-port", str(port), "--state-dir", str(tmp_path / "state")]
+        assert run("serve", *words) == 2
+    expected = f"evenhand serve: --server-port: {port} is in use; stop what listens there or take another\n"
+    assert capsys.readouterr().err == expected
+    assert not (tmp_path / "state").exists()
+
+
+# --- evenhand nodes ---------------------------------------------------------------------------------
+
+
+class Deployment(http.server.BaseHTTPRequestHandler):
+    """Answers as it is told and keeps what it was asked."""
+
+    answer: tuple[int, Any] = (200, {})
+    asked: ClassVar[list[tuple[str, str, Any, str | None]]]
+
+    def handle_all(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        type(self).asked.append(
+            (self.command, self.path, json.loads(body) if body else None, self.headers.get("authorization"))
+        )
+        status, value = type(self).answer
+        text = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_GET = do_POST = handle_all
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def deployment(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Deployment]]:
+    class One(Deployment):
+        asked: ClassVar[list[tuple[str, str, Any, str | None]]] = []
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), One)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    monkeypatch.setenv("EVENHAND_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # must not be used
+    yield One
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        ("list", ("GET", "/nodes/status", None)),
+        ("list --all", ("GET", "/nodes/status?all=1", None)),
+        ("add HTTP://a:80/", ("POST", "/nodes/add", {"url": "http://a"})),
+        (
+            "add http://a:1 --role prefill --models m n --speed 2.5 --key k",
+            (
+                "POST",
+                "/nodes/add",
+                {"url": "http://a:1", "status": {"role": 2, "models": ["m", "n"], "speed": 2.5}, "key": "k"},
+            ),
+        ),
+        ("remove http://a:1", ("POST", "/nodes/remove", {"url": "http://a:1"})),
+        ("drain http://a:1", ("POST", "/nodes/remove?drain=true", {"url": "http://a:1"})),
+        ("drain http://a:1 --timeout-s 30", ("POST", "/nodes/remove?drain=true&timeout_s=30", {"url": "http://a:1"})),
+    ],
+)
+def test_each_verb_is_one_call(
+    deployment: type[Deployment], capsys: pytest.CaptureFixture[str], words: str, call: tuple[str, str, Any]
+) -> None:
+    assert run("nodes", *words.split(), "--json") == 0
+    assert deployment.asked == [(*call, None)]
+    assert json.loads(capsys.readouterr().out) == {}
+
+
+@pytest.mark.parametrize("words", ["nodes --admin-key ad list", "nodes list --admin-key ad", "nodes list"])
+def test_the_admin_key_is_sent(deployment: type[Deployment], monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    if "--admin-key" not in words:
+        monkeypatch.setenv("EVENHAND_ADMIN_KEY", "ad")
+    assert run(*words.split()) == 0
+    assert deployment.asked[0][3] == "Bearer ad"
+
+
+def test_nodes_are_listed_in_columns() -> None:
+    nodes = {
+        "http://10.0.0.5:23333": {
+            "role": 1,
+            "models": ["llama", "qwen"],
+            "unfinished": 12,
+            "latency": [0.5, 1.5],
+            "speed": 2,
+            "state": "ready",
+        },
+        "http://b": {"role": 3, "models": [], "unfinished": 0, "latency": [], "speed": None, "state": "down\x1b[2J"},
+    }
+    assert nodes_command.table(nodes).splitlines() == [
+        "URL                    ROLE    STATE     UNFINISHED  LATENCY_S  SPEED  MODELS",
+        "http://10.0.0.5:23333  Hybrid  ready             12      1.000      2  llama,qwen",
+        "http://b               Decode  down?[2J           0          -      -  -",
+    ]
+    assert nodes_command.table({}) == "no nodes"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "line"),
+    [
+        (401, {"error": {"message": "no key"}}, "401 no key; give --admin-key (EVENHAND_ADMIN_KEY)"),
+        (504, {"error": {"message": "the engine\nis silent"}}, "504 the engine?is silent"),
+        (500, "what?", "500 Internal Server Error"),
+    ],
+)
+def test_a_refusal_is_one_line_and_exit_code_1(
+    deployment: type[Deployment], capsys: pytest.CaptureFixture[str], status: int, body: Any, line: str
+) -> None:
+    deployment.answer = (status, body)
+    assert run("nodes", "add", "http://a") == 1
+    assert capsys.readouterr().err == f"evenhand nodes add: {line}\n"
+
+
+def test_a_deployment_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("nodes", "--url", "http://127.0.0.1:1", "list") == 1
+    err = capsys.readouterr().err
+    assert err.startswith("evenhand nodes list: can't reach http://127.0.0.1:1: Connection refused")
+    assert err.count("\n") == 1
+
+
+# --- evenhand serve, as a new user starts it --------------------------------------------------------
+
+
+def test_the_greeting_holds_no_key_and_no_password() -> None:
+    settings = Settings.load(
+        {
+            "api_keys": ["hush"],
+            "admin_keys": ["hush"],
+            "engine_key": "hush",
+            "redis_url": "rediss://me:hush@redis:6380/1",
+            "server_name": "::",
+        }
+    )
+    url = Endpoint(settings).url
+    assert url == "http://[::1]:8000"
+    text = greeting(url, settings, ["it's"], "Redis is away", embedded=False)
+    assert "hush" not in text
+    assert "Not ready yet: Redis is away" in text
+    assert "redis-cli -u rediss://redis:6380/1 hgetall 'evenhand:{default}:unfinished'" in text
+    (request,) = re.findall(r"  (curl .*?)\nAdd", text, re.DOTALL)
+    words = shlex.split(request)
+    assert f"{url}/v1/chat/completions" in words
+    assert json.loads(words[words.index("-d") + 1])["model"] == "it's"
+
+
+@pytest.fixture
+def state_dir() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="evenhand-state-") as name:
+        yield Path(name)
+
+
+class Served:
+    """`evenhand serve` on a free port with the embedded Redis of `state_dir`."""
+
+    def __init__(self, state_dir: Path, log_file: Path, *words: str) -> None:
+        words = ("--server-name", "127.0.0.1", "--server-port", "0", "--state-dir", str(state_dir), *words)
+        self.process = Process([*EVENHAND, "serve", *words], log_file=log_file, cwd=ROOT)
+        eventually(lambda: "Ctrl-C stops all of it." in self.process.log(), within_s=30)
+        self.greeting = self.process.log()
+        self.url = re.search(r"serves (http://\S+) with", self.greeting)[1]  # type: ignore[index]
+
+    def nodes(self, *words: str) -> str:
+        done = subprocess.run(
+            [*EVENHAND, "nodes", "--url", self.url, *words], capture_output=True, text=True, cwd=ROOT, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def states(self) -> list[str]:
+        """Of all nodes; none while the deployment can't say."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/nodes/status", timeout=5) as answer:
+                return [node["state"] for node in json.load(answer).values()]
+        except urllib.error.HTTPError as e:
+            e.close()
+            return []
+
+    def stop(self, number: int = signal.SIGINT) -> None:
+        assert self.process.stop(number, within_s=20) == 0
+        assert self.process.left_behind == []
+
+
+@pytest.mark.timeout(120)
+def test_serve_greets_with_commands_that_work_and_ctrl_c_ends_all(state_dir: Path, tmp_path: Path) -> None:
+    served = Served(state_dir, tmp_path / "log", "--simulate", "2")
+    try:
+        block = re.search(r"Try it:\n(.*?)\nAdd engines:", served.greeting, re.DOTALL)
+        assert block is not None
+        answer = subprocess.run(["bash", "-c", block[1]], capture_output=True, text=True, timeout=20, check=True).stdout
+        assert answer.startswith("data: {") and answer.rstrip().endswith("data: [DONE]")
+
+        eventually(lambda: served.states() == ["ready", "ready"], within_s=10)
+        static = "http://127.0.0.1:9"
+        assert "Added" in served.nodes("add", static, "--models", "other")
+        assert static in served.nodes("list")
+
+        second = Served(state_dir, tmp_path / "log2", "--workers", "1")
+        assert f"joining the embedded Redis that runs in {state_dir}/redis" in second.greeting
+        assert static in second.nodes("list")
+        second.stop(signal.SIGTERM)
+        assert "Deleted" in served.nodes("remove", static)
+        assert static not in served.nodes("list")
+        served.nodes("add", static, "--models", "other")
+        served.stop()
+    finally:
+        served.process.kill()
+
+    again = Served(state_dir, tmp_path / "log3", "--workers", "1")
+    try:
+        listed = again.nodes("list", "--json")
+        assert list(json.loads(listed)) == [static]  # the simulated ones went with their deployment
+        again.stop()
+    finally:
+        again.process.kill()
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_serve_leaves_nothing_and_a_killed_redis_comes_back(state_dir: Path, tmp_path: Path) -> None:
+    served = Served(state_dir, tmp_path / "log", "--workers", "1", "--simulate", "1")
+    try:
+        pids = processes_with(str(state_dir))
+        server = next(pid for pid, command in pids.items() if "redis.sock" in command)
+        os.kill(server, signal.SIGKILL)
+        eventually(lambda: any("redis.sock" in c for c in processes_with(str(state_dir)).values()), within_s=5)
+        eventually(lambda: served.states() == ["ready"], within_s=10)
+        served.process.send(signal.SIGKILL)
+        eventually(lambda: not processes_with(str(state_dir)) and not listens(served.url), within_s=10)
+    finally:
+        served.process.kill()
+
+
+def processes_with(text: str) -> dict[int, str]:
+    """{pid: command line} of all processes whose command line holds `text`."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if text in command and entry.name != str(os.getpid()):
+                found[int(entry.name)] = command
+    return found
+
+
+def listens(url: str) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) == 0
