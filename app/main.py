@@ -147,9 +147,7 @@ async def name_static_nodes(registry: Registry, urls: tuple[str, ...], *, retry_
             for url in urls:
                 known = registry.snapshot.nodes.get(url)
                 if known is None:
-                    await registry.add(
-                        url, role=Role.Hybrid, models=(), speed=None, key=None, asked=True, static=True
-                    )
+                    await registry.add(url, role=Role.Hybrid, models=(), speed=None, key=None, asked=True, static=True)
                 elif not known.static:
                     await registry.add(
                         url,

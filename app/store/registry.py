@@ -176,10 +176,9 @@ class Registry:
         mine = self.snapshot
         if version != mine.version:
             await self.refresh()
-        elif damaged or nodes != mine.nodes or engine_keys != mine.engine_keys:
-            if self.snapshot is mine:
-                log.warning("the registry was damaged; it is written back as it was")
-                await self._restore(repair=True)
+        elif (damaged or nodes != mine.nodes or engine_keys != mine.engine_keys) and self.snapshot is mine:
+            log.warning("the registry was damaged; it is written back as it was")
+            await self._restore(repair=True)
 
     def _adopt(self, snapshot: Snapshot) -> None:
         # A slow read must not undo a newer one.

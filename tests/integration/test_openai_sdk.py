@@ -154,8 +154,7 @@ def test_r46_a_broken_stream_raises_after_what_had_come(
     came: list[str | None] = []
     stream = once.chat.completions.create(model="sim", messages=HELLO, stream=True)
     with pytest.raises(openai.APIError) as raised:
-        for chunk in stream:
-            came.append(chunk.choices[0].delta.content)
+        came.extend(chunk.choices[0].delta.content for chunk in stream)
     assert came == [f"token{i} " for i in range(5)]
     assert raised.value.message
     assert isinstance(raised.value.body, dict)

@@ -70,7 +70,7 @@ CUTS = st.sets(st.integers(1, 2000), max_size=12) | st.just(set(range(1, 4000)))
 
 
 @given(drawn=answers(), cuts=CUTS, eager=st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 async def test_any_split_reads_the_same(drawn: Drawn, cuts: set[int], eager: bool) -> None:
     connection, transport, pool = connected()
     response = begun(connection)
@@ -90,7 +90,7 @@ async def test_any_split_reads_the_same(drawn: Drawn, cuts: set[int], eager: boo
 
 
 @given(drawn=answers(), keep=st.floats(0, 1, exclude_max=True), reset=st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 async def test_any_truncation_is_noticed(drawn: Drawn, keep: float, reset: bool) -> None:
     connection, _, pool = connected()
     response = begun(connection)
@@ -115,7 +115,7 @@ async def test_any_truncation_is_noticed(drawn: Drawn, keep: float, reset: bool)
 
 
 @given(drawn=answers(), rubbish=st.binary(min_size=1, max_size=40).filter(lambda b: b.strip(b"\r\n")))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 async def test_anything_behind_an_answer_ends_the_connection(drawn: Drawn, rubbish: bytes) -> None:
     if drawn.until_eof:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from app.store.registry import Registry
 from app.store.scripts import load_scripts
 from app.upstream.management import Health, Verdict
 from tests.store.harness import Worker, give_back, registered, totals
-from tests.support.redis import Space
+from tests.support.redis import PrivateRedis, Space
 from tests.support.wait import aeventually
 from workers import prober as prober_module
 from workers.prober import Finding, Prober, Record, Rules, expired, interval_s, verdict
@@ -213,21 +213,20 @@ def timeout() -> EngineTimeout:
     return EngineTimeout("too slow", stage="total")
 
 
-@pytest.fixture(autouse=True)
-def quick_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns of 20 ms instead of 1 s: the loop's own pace is nothing to wait for."""
-    monkeypatch.setattr(prober_module, "TURN_S", 0.02)
-    monkeypatch.setattr(prober_module, "QUICK_S", 0.01)
-
-
 RACING = replace(RULES, interval_s=0.01)
 
 
 @asynccontextmanager
 async def probing(
-    space: Space, *, name: str = "w1", engines: Engines | None = None, rules: Rules = RACING, key: str | None = None
+    space: Space,
+    *,
+    name: str = "w1",
+    engines: Engines | None = None,
+    rules: Rules = RACING,
+    key: str | None = None,
+    turn_s: float = 0.02,
 ) -> AsyncIterator[SimpleNamespace]:
-    """A registry of its own and a prober on it that runs."""
+    """A registry of its own and a prober on it that runs, fast: the loop's own pace is nothing to wait for."""
     registry = Registry(
         redis_url=space.url, keys=Keys(space.namespace), scripts=load_scripts(), worker=name, timeout_s=0.5
     )
@@ -240,14 +239,16 @@ async def probing(
         rules=rules,
         engine_key=key,
     )
-    await registry.start()
-    task = asyncio.create_task(prober.run())
-    try:
-        yield SimpleNamespace(registry=registry, engines=engines, prober=prober, task=task, name=name)
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await registry.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prober_module, "TURN_S", turn_s)
+        await registry.start()
+        task = asyncio.create_task(prober.run())
+        try:
+            yield SimpleNamespace(registry=registry, engines=engines, prober=prober, task=task, name=name)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await registry.close()
 
 
 async def add(registry: Registry, url: str, state: State | None = None, **more: Any) -> None:
@@ -266,11 +267,8 @@ def becomes(space: Space, state: str | None, url: str = A) -> Callable[[], bool]
     return lambda: state_of(space, url) == state
 
 
-async def test_a_new_node_is_probed_within_a_second_at_the_usual_pace(
-    redis: Space, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prober_module, "TURN_S", 1.0)
-    async with probing(redis, rules=RULES) as one:
+async def test_a_new_node_is_probed_within_a_second_at_the_usual_pace(redis: Space) -> None:
+    async with probing(redis, rules=RULES, turn_s=1.0) as one:
         await aeventually(lambda: redis.cli("GET", redis.key("prober")) == "w1")
         since_s = time.monotonic()
         await add(one.registry, A)
@@ -524,6 +522,12 @@ async def test_who_lost_the_lease_ends_its_probes(redis: Space) -> None:
         await aeventually(lambda: one.engines.at_once == 0)
         assert one.prober._records == {}
         assert redis.cli("GET", redis.key("prober")) == "somebody else"
+
+
+@pytest.fixture
+def own_redis() -> Iterator[Space]:
+    with PrivateRedis() as server:
+        yield Space(server, "own")
 
 
 async def test_a_turn_without_redis_is_no_end(own_redis: Space) -> None:

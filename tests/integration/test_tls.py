@@ -1,0 +1,219 @@
+"""TLS on the listener, and engines behind a private CA."""
+
+from __future__ import annotations
+
+import http.client
+import secrets
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+import trustme
+
+from tests.integration.test_serving_shared import (
+    Factory,
+    chat,
+    chat_body,
+    connected,
+    on_every_worker,
+    openai_error,
+    raw,
+    raw_post,
+    read_reply,
+    remove_nodes,
+)
+from tests.support.deployment import Deployment
+from tests.support.engine import SimulatedEngine
+from tests.support.quiet import quiet_check
+from tests.support.redis import PrivateRedis, Space
+from tests.support.wait import eventually
+
+KEY = "clients-key"
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture(scope="module")
+def tls_deployment(
+    authority: trustme.CA, redis_server: PrivateRedis, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    """With a key for clients, and the default trust in loopback: engines register without one."""
+    directory: Path = tmp_path_factory.mktemp("tls")
+    certificate = authority.issue_cert("127.0.0.1", "localhost")
+    certificate.private_key_pem.write_to_path(directory / "key.pem")
+    for i, blob in enumerate(certificate.cert_chain_pems):
+        blob.write_to_path(directory / "cert.pem", append=i > 0)
+    authority.cert_pem.write_to_path(directory / "ca.pem")
+    env = {
+        "SSL_KEYFILE": str(directory / "key.pem"),
+        "SSL_CERTFILE": str(directory / "cert.pem"),
+        "SSL_CERT_FILE": str(directory / "ca.pem"),  # OpenSSL's own: whom we trust as a client of engines
+    }
+    redis_server.ensure_running()
+    space = Space(redis_server, f"t{secrets.token_hex(6)}")
+    with Deployment(2, redis=space, settings={"ssl": True, "api_keys": KEY}, env=env) as deployment:
+        yield deployment
+        deployment.stop()
+        assert not deployment.left_behind
+
+
+@pytest.fixture
+def deployment(tls_deployment: Deployment, engine_factory: Factory) -> Iterator[Deployment]:
+    yield tls_deployment
+    assert tls_deployment.space is not None
+    quiet_check(tls_deployment.space, engines=engine_factory.made)  # type: ignore[attr-defined]
+    remove_nodes(tls_deployment)
+
+
+@pytest.fixture
+def engine(deployment: Deployment, engine_factory: Factory) -> SimulatedEngine:
+    """It registers the way an LMDeploy engine does: without a key, from a trusted address."""
+    engine = engine_factory()
+    deployment.add(engine)
+    on_every_worker(deployment, lambda: chat(deployment, authorization=f"Bearer {KEY}").status == 200)
+    engine.forget()
+    return engine
+
+
+def _trusting(authority: trustme.CA) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    return context
+
+
+def test_r92_the_listener_shows_its_certificate(deployment: Deployment, authority: trustme.CA) -> None:
+    connection = http.client.HTTPSConnection("localhost", deployment.port, context=_trusting(authority), timeout=5)
+    connection.request("GET", "/health", headers={"connection": "close"})
+    assert connection.getresponse().status == 200
+    connection.close()
+    stranger = http.client.HTTPSConnection("localhost", deployment.port, context=_trusting(trustme.CA()), timeout=5)
+    with pytest.raises(ssl.SSLCertVerificationError):
+        stranger.request("GET", "/health")
+    stranger.close()
+
+
+def test_a_client_without_tls_gets_no_answer(deployment: Deployment) -> None:
+    with pytest.raises((OSError, http.client.HTTPException)):
+        raw(f"http://127.0.0.1:{deployment.port}", b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n", timeout_s=3)
+
+
+def _stream(deployment: Deployment, *, leave_after: int = 1_000_000) -> list[tuple[float, bytes]]:
+    """(when, bytes) of each read; leaves after so many. Not by aiohttp: its TLS connections outlive its loop."""
+    came: list[tuple[float, bytes]] = []
+    lines = ["Host: h", f"Authorization: Bearer {KEY}", f"Content-Length: {len(chat_body(stream=True))}"]
+    with connected(deployment.url) as s:
+        s.sendall(raw_post(lines, chat_body(stream=True)))
+        answer = http.client.HTTPResponse(s, method="POST")
+        answer.begin()
+        assert answer.status == 200
+        while (data := answer.read1(65536)) and len(came) < leave_after:
+            came.append((time.monotonic(), data))
+        answer.close()
+    return came
+
+
+def test_r92_a_stream_over_tls_comes_chunk_by_chunk(deployment: Deployment, engine: SimulatedEngine) -> None:
+    engine.set(chunks=8, gap_s=0.1)
+    for _ in range(3):  # a busy machine may be late by itself
+        engine.forget()
+        came = [(at_s, data) for at_s, data in _stream(deployment) if b"choices" in data]
+        written = engine.requests[0].chunk_s
+        late_s = max(b - a for a, (b, _) in zip(written, came, strict=True))
+        if late_s < 0.05:
+            return
+    pytest.fail(f"a chunk came {late_s:.3f} s after it was written")
+
+
+def test_the_engine_is_told_of_https(deployment: Deployment, engine: SimulatedEngine) -> None:
+    body = chat_body()
+    lines = ["Host: chat.example", f"Authorization: Bearer {KEY}", f"Content-Length: {len(body)}"]
+    assert raw(deployment.url, raw_post(lines, body)).status == 200
+    (record,) = engine.requests
+    assert record.header(b"x-forwarded-proto") == b"https"
+    assert record.header(b"x-forwarded-host") == b"chat.example"
+    assert record.header(b"authorization") is None
+
+
+def test_r39_a_client_that_leaves_over_tls_is_noticed(deployment: Deployment, engine: SimulatedEngine) -> None:
+    engine.set(chunks=1000, gap_s=0.05)
+    _stream(deployment, leave_after=3)
+    left_s = time.monotonic()
+    (record,) = eventually(lambda: engine.aborts, within_s=1.5)
+    assert record.aborted_s is not None
+    assert record.aborted_s - left_s < 1
+
+
+def test_large_bodies_pass_over_tls(deployment: Deployment, engine: SimulatedEngine) -> None:
+    engine.set(body_mb=10.0)
+    body = chat_body(prompt="p" * 10_000_000)
+    lines = ["Host: h", f"Authorization: Bearer {KEY}", f"Content-Length: {len(body)}"]
+    with connected(deployment.url) as s:
+        s.sendall(raw_post(lines, body))
+        reply = read_reply(s)
+    assert reply.status == 200
+    assert reply.complete
+    assert len(reply.body) > 10_000_000
+    assert engine.requests[0].body == body
+
+
+def test_the_sdk_works_over_tls(deployment: Deployment, engine: SimulatedEngine, authority: trustme.CA) -> None:
+    transport = httpx2.Client(verify=_trusting(authority))
+    url = f"https://localhost:{deployment.port}/v1"
+    with openai.OpenAI(base_url=url, api_key=KEY, http_client=transport) as client:
+        chunks = client.chat.completions.create(model="sim", messages=[], stream=True, max_tokens=2)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "token0 token1 "
+
+
+# --- engines
+
+
+def _server_side(authority: trustme.CA, *names: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert(*names).configure_cert(context)
+    return context
+
+
+def test_r92_an_engine_behind_a_private_ca_that_is_trusted_serves(
+    deployment: Deployment, engine_factory: Factory, authority: trustme.CA
+) -> None:
+    private = engine_factory(tls=_server_side(authority, "127.0.0.1"), models=("private",))
+    assert deployment.post("/nodes/add", {"url": private.url}).json() == "Added successfully"
+    deployment.wait_for_state("ready", private)
+
+    def asked() -> bool:
+        return chat(deployment, chat_body("private", stream=True), authorization=f"Bearer {KEY}").status == 200
+
+    on_every_worker(deployment, asked)
+
+
+@pytest.mark.parametrize("kind", ["unknown CA", "wrong name", "no TLS at all"])
+def test_r92_an_engine_that_cant_be_trusted_is_a_clean_error(
+    deployment: Deployment, engine_factory: Factory, authority: trustme.CA, kind: str
+) -> None:
+    tls = {
+        "unknown CA": _server_side(trustme.CA(), "127.0.0.1"),
+        "wrong name": _server_side(authority, "engine.example"),
+        "no TLS at all": None,
+    }[kind]
+    shady = engine_factory(tls=tls, models=("shady",))
+    url = shady.url.replace("http://", "https://")
+    reply = deployment.post("/nodes/add", {"url": url})
+    openai_error(reply, 504, 10402)
+    assert deployment.post("/nodes/add", {"url": url, "status": {"models": ["shady"]}}).status == 200
+
+    def asked() -> bool:
+        reply = chat(deployment, chat_body("shady"), authorization=f"Bearer {KEY}")
+        assert reply.status in (502, 503)
+        return reply.status == 502 and bool(openai_error(reply, 502, 10402)["message"])
+
+    eventually(asked)
+    assert deployment.nodes("?all=1")[url]["state"] in ("pending", "down")
+    assert not shady.requests
+    assert not shady.probes
