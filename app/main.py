@@ -12,11 +12,17 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
+from app.dispatch.caller import Caller
+from app.dispatch.consumers import Consumers
 from app.dispatch.distserve import DistServe
+from app.dispatch.epd import Epd, EpdRules
 from app.dispatch.hybrid import Hybrid
+from app.dispatch.prefill_decode import PrefillDecode
+from app.dispatch.topology import Topology
 from app.errors import ConfigurationError, StoreUnavailable
+from app.http.ports import Dispatcher
 from app.http.routes import HttpFace, build_app
 from app.nodes import Role
 from app.settings import Settings
@@ -61,14 +67,14 @@ def create_app(settings: Settings) -> HttpFace:
         registry=registry,
         worker=worker,
         strategy=settings.routing_strategy,
+        encoder_policy=settings.encoder_policy,
         lease_s=settings.lease_s,
         timeout_s=settings.redis_timeout_s,
     )
     transport = Http1Transport()
     engines = EngineClient(probe_timeout_s=settings.probe_timeout_s)
-    hybrid = Hybrid(
+    caller = Caller(
         registry=registry,
-        ledger=ledger,
         transport=transport,
         timeouts=Timeouts(
             connect_s=settings.connect_timeout_s,
@@ -105,7 +111,7 @@ def create_app(settings: Settings) -> HttpFace:
             for name, loop in (
                 ("prober", prober.run),
                 ("reaper", reaper.run),
-                ("static nodes", lambda: name_static_nodes(registry, settings.nodes)),
+                ("static nodes", lambda: name_static_nodes(registry, static_nodes(settings))),
             )
         ]
         try:
@@ -122,7 +128,7 @@ def create_app(settings: Settings) -> HttpFace:
     return build_app(
         settings=settings,
         registry=registry,
-        hybrid=hybrid if settings.serving_strategy == "Hybrid" else DistServe(),
+        hybrid=dispatcher(settings, registry=registry, ledger=ledger, caller=caller),
         engine_client=engines,
         store_ok=lambda: ledger.trouble,
         lifespan=lifespan,
@@ -139,19 +145,54 @@ async def keep_running(name: str, loop: Callable[[], Awaitable[None]], *, pause_
             await asyncio.sleep(pause_s)
 
 
-async def name_static_nodes(registry: Registry, urls: tuple[str, ...], *, retry_s: float = 1.0) -> None:
-    """Register what `--nodes` names and is not registered as such yet; keeps trying until Redis took it."""
+def dispatcher(settings: Settings, *, registry: Registry, ledger: Ledger, caller: Caller) -> Dispatcher:
+    """The use case that the settings ask for. Raises ConfigurationError where they contradict each other."""
+    topology = Topology.of(settings)
+    rules = EpdRules(
+        batch_limit=settings.encoder_max_batch_size,
+        encoder_retries=settings.encoder_retries,
+        decode_retries=settings.decode_retries,
+        rewrite=not settings.no_rewrite,
+    )
+    consumers = Consumers(settings.decode_servers_urls, settings.ec_consumer_zmq_addrs, settings.ec_consumer_dp_size)
+    if topology.split and topology.protocol == "lmdeploy":
+        return DistServe()
+    inner = PrefillDecode(ledger=ledger, caller=caller) if topology.split else Hybrid(ledger=ledger, caller=caller)
+    return Epd(
+        registry=registry,
+        ledger=ledger,
+        caller=caller,
+        inner=inner,
+        rules=rules,
+        consumers=consumers,
+        expects_encoders=topology.expects_encoders,
+    )
+
+
+def static_nodes(settings: Settings) -> dict[str, Role]:
+    """The nodes that the settings name, with their roles."""
+    prefill = () if settings.prefill_disabled else settings.prefill_servers_urls
+    return (
+        dict.fromkeys(settings.nodes, Role.Hybrid)
+        | dict.fromkeys(settings.encode_servers_urls, Role.Encode)
+        | dict.fromkeys(prefill, Role.Prefill)
+        | dict.fromkeys(settings.decode_servers_urls, Role.Decode)
+    )
+
+
+async def name_static_nodes(registry: Registry, nodes: Mapping[str, Role], *, retry_s: float = 1.0) -> None:
+    """Register what the settings name and is not registered as such yet; keeps trying until Redis took it."""
     while True:
         try:
             await registry.refresh()
-            for url in urls:
+            for url, role in nodes.items():
                 known = registry.snapshot.nodes.get(url)
                 if known is None:
-                    await registry.add(url, role=Role.Hybrid, models=(), speed=None, key=None, asked=True, static=True)
-                elif not known.static:
+                    await registry.add(url, role=role, models=(), speed=None, key=None, asked=True, static=True)
+                elif not known.static or known.role != role:
                     await registry.add(
                         url,
-                        role=known.role,
+                        role=role,
                         models=known.models,
                         speed=known.speed,
                         key=None,

@@ -76,6 +76,12 @@ def _check_node(value: str) -> str:
         raise ValueError(e.message) from e
 
 
+def _check_prefill(value: tuple[str, ...]) -> tuple[str, ...]:
+    if len(value) == 1 and value[0].lower() in ("disable", "none"):
+        return ("disable",)
+    return tuple(_check_node(url) for url in value)
+
+
 def _check_networks(value: tuple[str, ...]) -> tuple[str, ...]:
     if [item.lower() for item in value] == ["none"]:
         return ()
@@ -264,6 +270,49 @@ class Settings(BaseSettings):
         10.0, description="Seconds for which a success of a real request outweighs missed probes: busy is not dead."
     )
 
+    # --- encoders before them, as vLLM's encoder-disaggregation example names them ---------------------
+    encode_servers_urls: NodeUrls = Field(
+        (), description="Encoder nodes, comma-separated; images, video and audio of a chat go to them first."
+    )
+    prefill_servers_urls: Annotated[
+        tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_check_prefill)
+    ] = Field(
+        (),
+        description="Prefill nodes, comma-separated: prefill and decode are separate then. "
+        "disable or none: decode nodes prefill too.",
+    )
+    decode_servers_urls: NodeUrls = Field((), description="Decode nodes, comma-separated.")
+    pd_protocol: Literal["lmdeploy", "nixl"] = Field(
+        "lmdeploy",
+        description="How separate prefill and decode nodes hand the KV cache over; nixl where encoders or "
+        "prefill servers are named by the flags above.",
+    )
+    encoder_policy: Literal["round_robin", "weighted", "least_unfinished"] = Field(
+        "round_robin", description="Which encoder gets a media item: in turn, in turn by speed, or the least busy."
+    )
+    encoder_retries: Annotated[int, Ge(0)] = Field(
+        2, description="Other encoders that are tried for items whose encoder failed."
+    )
+    decode_retries: Annotated[int, Ge(0)] = Field(
+        1, description="How often a request whose engine answers 500 begins again, from its encoders on."
+    )
+    encoder_max_batch_size: Annotated[int, Ge(0)] = Field(
+        0,
+        validation_alias=_environment_names("EVENHAND_ENCODER_MAX_BATCH_SIZE", "ENCODER_MAX_BATCH_SIZE"),
+        description="Images of a request that go to an encoder in one call; 0 = no limit.",
+    )
+    no_rewrite: bool = Field(
+        False, description="Pass media on as they are, instead of what the encoders report of them."
+    )
+    ec_consumer_zmq_addrs: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+        (),
+        description="Mooncake control channels of the decode servers, comma-separated, "
+        "one for each server and data-parallel rank.",
+    )
+    ec_consumer_dp_size: Annotated[int, Ge(1)] = Field(
+        1, description="Data-parallel ranks of each decode server, for the setting above."
+    )
+
     # --- who may do what -----------------------------------------------------------------------------
     admin_keys: Keys = Field(
         (), description="Keys for /nodes/* and /distserve/*; where there are none, the API keys count."
@@ -305,6 +354,11 @@ class Settings(BaseSettings):
         if self.ssl:
             check_tls_files(self.ssl_keyfile, self.ssl_certfile)
         return self
+
+    @property
+    def prefill_disabled(self) -> bool:
+        """Whether decode nodes prefill too, by the operator's word."""
+        return self.prefill_servers_urls == ("disable",)
 
     @classmethod
     def load(cls, flags: Mapping[str, object] | None = None) -> Self:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from app.balancing import min_expected_latency, min_observed_latency, random
 from app.balancing.candidate import Candidate, Policy
+from app.balancing.encoders import ENCODER_POLICIES, Encoder
 
 POLICIES: dict[str, Policy] = {
     "min_expected_latency": min_expected_latency.choose,
@@ -15,4 +16,4 @@ POLICIES: dict[str, Policy] = {
     "min_observed_latency": min_observed_latency.choose,
 }
 
-__all__ = ["POLICIES", "Candidate", "Policy"]
+__all__ = ["ENCODER_POLICIES", "POLICIES", "Candidate", "Encoder", "Policy"]

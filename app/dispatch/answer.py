@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
+from app.errors import Headers
 from app.store.ledger import Ticket
 from app.upstream.transport import Response
 
@@ -33,20 +36,36 @@ class EngineRequest:
     model: str
 
 
+@dataclass(slots=True)
+class Whole:
+    """An answer that has been read to its end; a `Response` like any other to those who relay it."""
+
+    url: str
+    status: int
+    headers: Headers
+    body: bytes = field(repr=False)
+    _rest: bytes | None = field(default=None, repr=False)
+
+    async def read(self) -> bytes:
+        rest = self.body if self._rest is None else self._rest
+        self._rest = b""
+        return rest
+
+    def close(self) -> None:
+        pass
+
+
 class Answer:
-    """An engine's answer whose head has come. Whoever holds it must `close` it: that gives the count back."""
+    """An engine's answer whose head has come. Whoever holds it must `close` it: that gives the counts back."""
 
-    __slots__ = ("_response", "_ticket", "headers", "status")
+    __slots__ = ("_response", "_tickets", "headers", "status", "url")
 
-    def __init__(self, response: Response, ticket: Ticket) -> None:
+    def __init__(self, response: Response, url: str, tickets: Sequence[Ticket]) -> None:
+        self.url = url
         self.status = response.status
         self.headers = response.headers
         self._response = response
-        self._ticket = ticket
-
-    @property
-    def url(self) -> str:
-        return self._ticket.url
+        self._tickets = tickets
 
     async def read(self) -> bytes:
         """The next bytes as they came, b"" at the proper end. Raises UpstreamError."""
@@ -57,4 +76,34 @@ class Answer:
         try:
             self._response.close()
         finally:
-            self._ticket.release(succeeded=outcome is Outcome.OK)
+            for ticket in self._tickets:
+                ticket.release(succeeded=outcome is Outcome.OK)
+
+
+class Held(Protocol):
+    """The node or nodes that one request has been counted on, before it is sent."""
+
+    @property
+    def url(self) -> str:
+        """The node that will answer."""
+        ...
+
+    async def send(self, request: EngineRequest) -> Answer:
+        """Send the request; gives every count back where that fails. At most once."""
+        ...
+
+    def give_back(self) -> None:
+        """Uncount what is still counted; may be called more than once."""
+        ...
+
+
+class Taker(Protocol):
+    """A use case in two steps, for those who need to know the node before they send."""
+
+    async def take(self, model: str, *, only: str | None = None) -> Held:
+        """Count a request for `model`; on the node `only` if it is still a candidate.
+
+        Raises:
+            ModelNotFound, NoNodeAvailable: nobody can serve it.
+        """
+        ...

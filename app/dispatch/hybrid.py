@@ -1,4 +1,4 @@
-"""Hybrid serving: every node does the whole request.
+"""Hybrid serving: one node does the whole request.
 
 Acquire a node that has the model, send it the client's bytes, hand the answer on. It must not know
 Starlette or Redis.
@@ -6,26 +6,24 @@ Starlette or Redis.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from app.dispatch.answer import Answer, EngineRequest
-from app.errors import EngineRefused
+from app.dispatch.caller import Caller
 from app.nodes import Role
-from app.store.ledger import Ledger
-from app.store.registry import Registry
-from app.upstream.transport import Target, Timeouts, Transport
+from app.store.ledger import Ledger, Select, Ticket
+from app.store.snapshot import Pool, Snapshot
+
+ROLES = (Role.Hybrid, Role.Decode)
+"""A Decode node prefills too where nobody else does: vLLM's PD nodes behind encoders."""
 
 
 class Hybrid:
     """The use case; one per worker."""
 
-    def __init__(
-        self, *, registry: Registry, ledger: Ledger, transport: Transport, timeouts: Timeouts, engine_key: str | None
-    ) -> None:
-        self._registry = registry
+    def __init__(self, *, ledger: Ledger, caller: Caller) -> None:
         self._ledger = ledger
-        self._transport = transport
-        self._timeouts = timeouts
-        self._engine_key = engine_key
-        self._targets: dict[str, Target] = {}
+        self._caller = caller
 
     async def open(self, request: EngineRequest) -> Answer:
         """Count the request on a node, send it there, and return when the answer's head has come.
@@ -35,34 +33,42 @@ class Hybrid:
             UpstreamError: the chosen engine could not be reached or did not answer in time.
         On every way out but the good one the count is given back here.
         """
-        ticket = await self._ledger.acquire(lambda snapshot: snapshot.pool(request.model, Role.Hybrid))
+        return await (await self.take(request.model)).send(request)
+
+    async def take(self, model: str, *, only: str | None = None) -> HeldNode:
+        return HeldNode(await self._ledger.acquire(candidates(model, *ROLES, only=only)), self._caller)
+
+
+def candidates(model: str, *roles: Role, only: str | None = None) -> Select:
+    """The nodes of `roles` with the model; `only` that one if it is among them."""
+
+    def select(snapshot: Snapshot) -> Pool:
+        pool = snapshot.pool(model, *roles)
+        if only is None:
+            return pool
+        return snapshot.without(pool, [url for url in pool.urls if url != only]) or pool
+
+    return select
+
+
+@dataclass(frozen=True, slots=True)
+class HeldNode:
+    """One node that does the whole request."""
+
+    ticket: Ticket
+    caller: Caller
+
+    @property
+    def url(self) -> str:
+        return self.ticket.url
+
+    async def send(self, request: EngineRequest) -> Answer:
         try:
-            response = await self._transport.send(
-                self._target(ticket.url),
-                request.method,
-                request.path,
-                self._with_key(ticket.url, request.headers),
-                request.body,
-                self._timeouts,
-            )
-        except BaseException as e:
-            ticket.release(succeeded=False)
-            if isinstance(e, EngineRefused):
-                self._registry.refused(ticket.url)
+            response = await self.caller.send(self.url, request)
+        except BaseException:
+            self.give_back()
             raise
-        return Answer(response, ticket)
+        return Answer(response, self.url, (self.ticket,))
 
-    def _with_key(self, url: str, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        key = self._registry.snapshot.engine_keys.get(url) or self._engine_key
-        if key is None:
-            return headers
-        kept = [header for header in headers if header[0] != b"authorization"]
-        return [*kept, (b"authorization", b"Bearer " + key.encode())]
-
-    def _target(self, url: str) -> Target:
-        target = self._targets.get(url)
-        if target is None:
-            if len(self._targets) > 2 * len(self._registry.snapshot.nodes) + 16:
-                self._targets.clear()
-            target = self._targets[url] = Target(url)
-        return target
+    def give_back(self) -> None:
+        self.ticket.release(succeeded=False)

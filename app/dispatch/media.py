@@ -30,6 +30,11 @@ AUDIO_KINDS = frozenset(("audio_url", "input_audio"))
 COPIED_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs", "priority", "session_id")
 """What changes how an item is encoded, or how urgent it is: the encoder gets it as sent."""
 
+
+class ReportError(EngineBroke):
+    """An encoder answered, but what it reports can't be used: no other encoder would mend that."""
+
+
 Json = dict[str, Any]
 Key = tuple[str, str]
 """Kind and uuid: items that share it are one item."""
@@ -241,14 +246,14 @@ def read_reports(group: Group, answer: bytes, *, audio_in_video: bool, to_consum
     """What an encoder's answer says of each item, by item key; nothing where it reports nothing.
 
     Raises:
-        EngineBroke: it is no JSON object, or what it reports can't be matched with what was sent.
+        ReportError: it is no JSON object, or what it reports can't be matched with what was sent.
     """
     try:
         entries = _entries(msgspec.json.decode(answer))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise EngineBroke(f"encoder {group.url}: its answer is no JSON") from e
+        raise ReportError(f"encoder {group.url}: its answer is no JSON") from e
     except ValueError as e:
-        raise EngineBroke(f"encoder {group.url}: {e}") from e
+        raise ReportError(f"encoder {group.url}: {e}") from e
     if not entries:
         return {}
     by_index = _by_index(group, entries) if len(group.items) > 1 else {}
@@ -263,7 +268,7 @@ def read_reports(group: Group, answer: bytes, *, audio_in_video: bool, to_consum
         elif item.kind == "video_url" and audio_in_video and not to_consumer and _plain_pair(entries):
             continue  # a video and its own sound: two features of one part, which nothing here can tell apart
         else:
-            raise EngineBroke(f"encoder {group.url}: its metadata can't be matched with the items it got")
+            raise ReportError(f"encoder {group.url}: its metadata can't be matched with the items it got")
         reports[item.key] = Report(found, entries[found], group.transfer_ids[position])
     return reports
 
@@ -289,12 +294,12 @@ def _by_index(group: Group, entries: Mapping[str, Json]) -> dict[int, str]:
     for name, entry in entries.items():
         indices = entry.get("item_indices", [])
         if not isinstance(indices, list):
-            raise EngineBroke(f"encoder {group.url}: item_indices is no list")
+            raise ReportError(f"encoder {group.url}: item_indices is no list")
         for index in indices:
             if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(group.items):
-                raise EngineBroke(f"encoder {group.url}: an item index is not one of the items it got")
+                raise ReportError(f"encoder {group.url}: an item index is not one of the items it got")
             if index in found:
-                raise EngineBroke(f"encoder {group.url}: an item index is reported twice")
+                raise ReportError(f"encoder {group.url}: an item index is reported twice")
             found[index] = name
     return found
 

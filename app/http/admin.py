@@ -12,20 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from app.errors import BadRequest, EngineTimeout, EvenhandError, NotBuilt, NotFound, UpstreamError
+from app.dispatch.topology import Topology
+from app.errors import BadRequest, EngineTimeout, EvenhandError, NoNodeAvailable, NotBuilt, NotFound, UpstreamError
 from app.http.answers import json_object
 from app.http.ports import Engines, NodeRegistry
 from app.nodes import Node, Role, State, normalise_url, parse_models, parse_role, parse_speed
 
-TERMINATE_AT_ONCE = 16
-"""Bound on engines that are being terminated at the same time."""
+CALLS_AT_ONCE = 16
+"""Bound on engines that are being terminated, or profiled, at the same time."""
 MAX_DRAIN_S = 7 * 86400
+
+T = TypeVar("T")
 
 _KEY = re.compile(r"[\x21-\x7e]{1,4096}").fullmatch
 _YES = frozenset(("1", "true", "yes", "on"))
@@ -111,8 +115,15 @@ class Admin:
     """
 
     def __init__(
-        self, *, registry: NodeRegistry, engines: Engines, engine_key: str | None, drain_timeout_s: float
+        self,
+        *,
+        registry: NodeRegistry,
+        engines: Engines,
+        engine_key: str | None,
+        drain_timeout_s: float,
+        topology: Topology,
     ) -> None:
+        self._topology = topology
         self._registry = registry
         self._engines = engines
         self._engine_key = engine_key
@@ -148,6 +159,7 @@ class Admin:
         body = await json_object(request)
         known = self._registry.snapshot.nodes.get(normalise_url(body.get("url")))
         wanted = parse_registration(body, known)
+        self._topology.check(wanted.role)
         models, asked = wanted.models, False
         if models is None and body.get("status") is None and known is not None:
             models, asked = known.models, known.asked  # nothing new but perhaps a key; LMDeploy does not ask either
@@ -184,21 +196,48 @@ class Admin:
 
     async def terminate_all(self, request: Request) -> Response:
         """GET /nodes/terminate_all: all engines that are not gone, side by side."""
-        slots = asyncio.Semaphore(TERMINATE_AT_ONCE)
 
         async def one(url: str) -> str | None:
-            async with slots:
-                try:
-                    await self._terminate(url)
-                except EvenhandError as e:
-                    return e.message
+            try:
+                await self._terminate(url)
+            except EvenhandError as e:
+                return e.message
             return None
 
-        urls = [url for url, node in self._registry.snapshot.nodes.items() if node.state != State.GONE]
-        failures = [failure for failure in await asyncio.gather(*map(one, urls)) if failure]
+        failures = [failure for failure in (await self._of_all(one)).values() if failure]
         if failures:
             raise UpstreamError("Failed to terminate all nodes. " + "; ".join(failures))
         return JSONResponse("All nodes terminated successfully")
+
+    async def profile(self, request: Request) -> Response:
+        """POST /start_profile, /stop_profile: to every node of every role, with each one's answer."""
+        path = request.url.path
+
+        async def one(url: str) -> dict[str, Any]:
+            role = self._registry.snapshot.nodes[url].role.name
+            try:
+                status, text = await self._engines.post(url, path, self._key_of(url))
+            except UpstreamError as e:
+                return {"role": role, "status": None, "answer": e.message}
+            return {"role": role, "status": status, "answer": text}
+
+        answers = await self._of_all(one)
+        if not answers:
+            raise NoNodeAvailable("no node is registered")
+        if not any(answer["status"] is not None and answer["status"] < 400 for answer in answers.values()):
+            raise UpstreamError(f"No node took {path}: " + "; ".join(f"{u}: {a['answer']}" for u, a in answers.items()))
+        return JSONResponse(answers)
+
+    async def _of_all(self, ask: Callable[[str], Awaitable[T]]) -> dict[str, T]:
+        """The answers of all nodes that are not gone, asked side by side."""
+        slots = asyncio.Semaphore(CALLS_AT_ONCE)
+
+        async def one(url: str) -> T:
+            async with slots:
+                return await ask(url)
+
+        urls = [url for url, node in self._registry.snapshot.nodes.items() if node.state != State.GONE]
+        return dict(zip(urls, await asyncio.gather(*map(one, urls)), strict=True))
 
     async def distserve(self, request: Request) -> Response:
         """POST /distserve/*: link set-up between prefill and decode engines."""

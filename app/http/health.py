@@ -6,21 +6,16 @@ back no better, so only `/ready` looks at them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from app.dispatch.topology import Topology
 from app.errors import EvenhandError, NoNodeAvailable, ShuttingDown, StoreUnavailable
 from app.http.interrupt import Running
 from app.http.ports import NodeRegistry
 from app.nodes import Role, State
-
-NEEDED_ROLES: dict[str, tuple[Role, ...]] = {
-    "Hybrid": (Role.Hybrid,),
-    "DistServe": (Role.Prefill, Role.Decode),
-}
-"""By serving strategy: one ready node of each has to be there."""
 
 
 class Health:
@@ -31,21 +26,32 @@ class Health:
     """
 
     def __init__(
-        self, *, registry: NodeRegistry, running: Running, serving_strategy: str, store_ok: Callable[[], str | None]
+        self, *, registry: NodeRegistry, running: Running, topology: Topology, store_ok: Callable[[], str | None]
     ) -> None:
         self._registry = registry
         self._running = running
-        self._roles: Sequence[Role] = NEEDED_ROLES[serving_strategy]
+        self._needed = topology.needed
         self._store_ok = store_ok
 
     async def health(self, request: Request) -> Response:
-        return JSONResponse({"status": "healthy"})
+        answer: dict[str, object] = {"status": "healthy"}
+        if request.query_params.get("detail") in ("1", "true"):
+            answer["roles"] = self._roles()
+        return JSONResponse(answer)
 
     async def ready(self, request: Request) -> Response:
         trouble = self._trouble()
         if trouble is not None:
             raise trouble
         return JSONResponse({"status": "ready"})
+
+    def _roles(self) -> dict[str, dict[str, int]]:
+        """Role -> state -> how many nodes, as this worker last read the registry."""
+        roles: dict[str, dict[str, int]] = {role.name: {} for role in Role}
+        for node in self._registry.snapshot.nodes.values():
+            states = roles[node.role.name]
+            states[node.state.value] = states.get(node.state.value, 0) + 1
+        return roles
 
     def _trouble(self) -> EvenhandError | None:
         if self._running.stopping:
@@ -54,7 +60,7 @@ class Health:
         if reason is not None:
             return StoreUnavailable(f"Redis: {reason}")
         ready = {node.role for node in self._registry.snapshot.nodes.values() if node.state == State.READY}
-        missing = [role.name for role in self._roles if role not in ready]
+        missing = [" or ".join(role.name for role in roles) for roles in self._needed if ready.isdisjoint(roles)]
         if missing:
             return NoNodeAvailable(f"No ready node of role {' and of role '.join(missing)}")
         return None

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Lifespan, Message, Receive, Scope, Send
 
+from app.dispatch.topology import Topology
 from app.errors import EvenhandError, Forbidden, Unauthorized
 from app.http.admin import Admin
 from app.http.answers import on_client_left, on_evenhand_error, on_fault, on_http_exception
@@ -99,6 +100,7 @@ def build_app(
         lifespan: starts and stops what `app.main` has wired.
     """
     running = Running()
+    topology = Topology.of(settings)
     authority = Authority(
         api_keys=[key.get_secret_value() for key in settings.api_keys],
         admin_keys=[key.get_secret_value() for key in settings.admin_keys],
@@ -117,8 +119,9 @@ def build_app(
         engines=engine_client,
         engine_key=settings.engine_key.get_secret_value() if settings.engine_key is not None else None,
         drain_timeout_s=settings.grace_s,
+        topology=topology,
     )
-    health = Health(registry=registry, running=running, serving_strategy=settings.serving_strategy, store_ok=store_ok)
+    health = Health(registry=registry, running=running, topology=topology, store_ok=store_ok)
     models, docs = Models(registry), DocsPage()
     for_clients, for_admins = _for_clients(authority), _for_admins(authority)
     # A HEAD, which Starlette would answer like the GET, must not empty the deployment.
@@ -136,6 +139,8 @@ def build_app(
             Route("/nodes/remove", for_admins(admin.remove), methods=["POST"]),
             Route("/nodes/terminate", for_admins(admin.terminate), methods=["POST"]),
             terminate_all,
+            Route("/start_profile", for_admins(admin.profile), methods=["POST"]),
+            Route("/stop_profile", for_admins(admin.profile), methods=["POST"]),
             Route("/distserve/connection_warmup", for_admins(admin.distserve), methods=["POST"]),
             Route("/distserve/gc", for_admins(admin.distserve), methods=["POST"]),
             Route("/health", health.health, methods=["GET"]),

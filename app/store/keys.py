@@ -23,6 +23,8 @@ class Keys:
         self.explored = p + "explored"
         self.last_success = p + "last_success"
         self.prober = p + "prober"
+        self.encoder_cursor = p + "encoder_cursor"
+        self.encoder_credit = p + "encoder_credit"
 
     def node(self, url: str) -> str:
         return f"{self.prefix}node:{url}"

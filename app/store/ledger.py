@@ -29,12 +29,12 @@ from collections.abc import Callable, Sequence
 
 import hiredis
 
-from app.balancing import POLICIES, Candidate
+from app.balancing import ENCODER_POLICIES, POLICIES, Candidate, Encoder
 from app.errors import StoreUnavailable
 from app.store.keys import Keys
 from app.store.pipeline import Pipeline, RedisAddress, Reply
 from app.store.registry import Registry
-from app.store.scripts import Code, Script
+from app.store.scripts import Argument, Code, Script
 from app.store.snapshot import Pool, Snapshot
 
 log = logging.getLogger("evenhand.store")
@@ -80,6 +80,7 @@ class Ledger:
         registry: Registry,
         worker: str,
         strategy: str,
+        encoder_policy: str = "round_robin",
         lease_s: float,
         timeout_s: float,
         draws: random.Random | None = None,
@@ -91,6 +92,8 @@ class Ledger:
         self._scripts = scripts
         self._acquire_script = scripts[f"acquire_{strategy}"]
         self._policy = POLICIES[strategy]
+        self._encoders_script = scripts[f"acquire_encoders_{encoder_policy}"]
+        self._encoder_policy = ENCODER_POLICIES[encoder_policy]
         self._registry = registry
         self._lease_ms = round(lease_s * 1000)
         self._timeout_s = timeout_s
@@ -105,14 +108,12 @@ class Ledger:
         self._trouble: str | None = "not connected to Redis yet"
         self._lost = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
-        self._acquire_keys = (
-            keys.unfinished,
-            keys.ledger(worker),
-            keys.sessions,
-            keys.version,
-            keys.latency_mean,
-            keys.explored,
-        )
+        counting = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.version)
+        self._acquire_keys = (*counting, keys.latency_mean, keys.explored)
+        self._encoders_keys = (*counting, keys.encoder_cursor, keys.encoder_credit)
+        # What the encoder policy goes by while Redis is away.
+        self._cursor = self._draws.randrange(2**16)
+        self._credits: dict[str, float] = {}
 
     def __repr__(self) -> str:
         state = "shared" if self.trouble is None else "local"
@@ -152,15 +153,55 @@ class Ledger:
 
         Raises whatever `select` raises (no such model, no node); never because of Redis.
         """
+
+        def arguments(pool: Pool) -> list[Argument]:
+            return [repr(self._draws.random()), repr(self._draws.random()), *pool.arguments]
+
+        def read(pool: Pool, reply: list[int]) -> list[str]:
+            return [pool.urls[reply[1] - 1]]
+
+        (ticket,) = await self._acquire(select, self._acquire_script, self._acquire_keys, arguments, read, self._choose)
+        return ticket
+
+    async def acquire_encoders(self, select: Select, items: int) -> list[Ticket]:
+        """Give each of `items` media items an encoder and count it there, all in one step.
+
+        Returns:
+            One ticket per item, in order. Raises as `acquire`.
+        """
+
+        def arguments(pool: Pool) -> list[Argument]:
+            return [items, *pool.arguments]
+
+        def read(pool: Pool, reply: list[int]) -> list[str]:
+            return [pool.urls[index - 1] for index in reply[3:]]
+
+        def locally(pool: Pool) -> list[str]:
+            return self._assign(pool, items)
+
+        return await self._acquire(select, self._encoders_script, self._encoders_keys, arguments, read, locally)
+
+    async def _acquire(
+        self,
+        select: Select,
+        script: Script,
+        names: tuple[str, ...],
+        arguments: Callable[[Pool], list[Argument]],
+        read: Callable[[Pool, list[int]], list[str]],
+        locally: Callable[[Pool], list[str]],
+    ) -> list[Ticket]:
+        """Follow the registry until the decision is made on its current version; else decide locally."""
         for attempt in range(STALE_TRIES):
             pool = select(self._registry.snapshot)
             while self._restated is not None:
                 await asyncio.shield(self._restated)
             if self._pipeline is None:
                 break
-            code, index = await self._acquire_shared(pool, any_version=attempt == STALE_TRIES - 1)
+            version = "" if attempt == STALE_TRIES - 1 else str(pool.version)
+            command = script.evalsha(names, (self.worker, self._generation, version, *arguments(pool)))
+            code, urls = await self._count(script, command, pool, read)
             if code == Code.DONE:
-                return Ticket(self, pool.urls[index])
+                return [Ticket(self, url) for url in urls]
             if code == Code.STALE:
                 try:
                     await self._registry.refresh()
@@ -168,71 +209,80 @@ class Ledger:
                     break
             elif code is None:
                 break
-        return self._acquire_locally(select(self._registry.snapshot))
+        urls = locally(select(self._registry.snapshot))
+        for url in urls:
+            self._add(url)
+        # Redis may have come back since this was decided to be local: then it must hear of it.
+        if self._pipeline is not None:
+            self._restate_soon()
+        return [Ticket(self, url) for url in urls]
 
-    async def _acquire_shared(self, pool: Pool, *, any_version: bool) -> tuple[Code | None, int]:
-        future: asyncio.Future[tuple[Code | None, int]] = asyncio.get_running_loop().create_future()
-        version = "" if any_version else str(pool.version)
-        draw, second = self._draws.random(), self._draws.random()
-        command = self._acquire_script.evalsha(
-            self._acquire_keys, (self.worker, self._generation, version, repr(draw), repr(second), *pool.arguments)
-        )
+    async def _count(
+        self,
+        script: Script,
+        command: tuple[Argument, ...],
+        pool: Pool,
+        read: Callable[[Pool, list[int]], list[str]],
+    ) -> tuple[Code | None, list[str]]:
+        """One acquire on the wire: the code, None without an answer, and what it counted."""
+        future: asyncio.Future[tuple[Code | None, list[str]]] = asyncio.get_running_loop().create_future()
 
         def settle(reply: Reply) -> None:
             if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT"):
                 # Nothing ran, so sending the whole script instead is no replay. It stays in flight.
                 if self._pipeline is not None:
-                    self._pipeline.submit(("EVAL", self._acquire_script.text, *command[2:]), settle)
+                    self._pipeline.submit(("EVAL", script.text, *command[2:]), settle)
                     return
                 reply = StoreUnavailable("Redis lost the scripts and then the connection")
             self._acquiring -= 1
-            code, index = self._read_acquired(reply, pool)
-            if code == Code.DONE and future.cancelled():
-                self._release(pool.urls[index], None)
+            code = self._read_code(reply)
+            urls = read(pool, reply) if code == Code.DONE else []
+            for url in urls:
+                self._add(url)
+            if future.cancelled():
+                for url in urls:
+                    self._release(url, None)
             elif not future.done():
-                future.set_result((code, index))
+                future.set_result((code, urls))
             self._restate_if_due()
 
         self._acquiring += 1
         assert self._pipeline is not None
         self._pipeline.submit(command, settle)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            # Cancelled between the reply and this line: `settle` has counted, and nobody else will know.
-            if not future.cancelled() and future.done() and future.result()[0] == Code.DONE:
-                self._release(pool.urls[future.result()[1]], None)
-            raise
+        return await future
 
-    def _read_acquired(self, reply: Reply, pool: Pool) -> tuple[Code | None, int]:
+    def _read_code(self, reply: Reply) -> Code | None:
         if isinstance(reply, Exception):
             if not isinstance(reply, StoreUnavailable):
                 self._distrust(f"Redis answered an acquire with: {reply}")
-            return None, 0
-        code, index, version = Code(reply[0]), reply[1] - 1, reply[2]
-        if code == Code.DONE:
-            url = pool.urls[index]
-            self.counts[url] = self.counts.get(url, 0) + 1
-            self._changes += 1
-        elif code == Code.NOT_MEMBER:
+            return None
+        if reply[0] == Code.NOT_MEMBER:
             self._restate_soon()
-        if version != self._registry.snapshot.version:
+        if reply[2] != self._registry.snapshot.version:
             self._registry.refresh_soon()
-        return code, index
+        return Code(reply[0])
 
-    def _acquire_locally(self, pool: Pool) -> Ticket:
+    def _add(self, url: str) -> None:
+        self.counts[url] = self.counts.get(url, 0) + 1
+        self._changes += 1
+
+    def _choose(self, pool: Pool) -> list[str]:
         candidates = [
             Candidate(speed, self.counts.get(url, 0), self._mean_latency_s(url))
             for url, speed in zip(pool.urls, pool.speeds, strict=True)
         ]
         index, _ = self._policy(candidates, (self._draws.random(), self._draws.random()))
-        url = pool.urls[index]
-        self.counts[url] = self.counts.get(url, 0) + 1
-        self._changes += 1
-        # Redis may have come back since this was decided to be local: then it must hear of it.
-        if self._pipeline is not None:
-            self._restate_soon()
-        return Ticket(self, url)
+        return [pool.urls[index]]
+
+    def _assign(self, pool: Pool, items: int) -> list[str]:
+        encoders = [
+            Encoder(speed, self.counts.get(url, 0), self._credits.get(url, 0.0))
+            for url, speed in zip(pool.urls, pool.speeds, strict=True)
+        ]
+        indices = self._encoder_policy(encoders, self._cursor, items)
+        self._cursor = (self._cursor + items) % len(encoders)
+        self._credits = {url: encoder.credit for url, encoder in zip(pool.urls, encoders, strict=True)}
+        return [pool.urls[index] for index in indices]
 
     def _mean_latency_s(self, url: str) -> float | None:
         window = self._windows.get(url)
@@ -356,7 +406,7 @@ class Ledger:
         pipeline = await Pipeline.open(self._address, timeout_s=self._timeout_s, on_lost=lost)
         holder.append(pipeline)
         try:
-            for script in (self._acquire_script, self._scripts["release"]):
+            for script in (self._acquire_script, self._encoders_script, self._scripts["release"]):
                 await pipeline.call(("SCRIPT", "LOAD", script.text))
             # Wall-clock ms, so that a worker restarted under the same id is never behind itself.
             self._generation = max(self._generation + 1, time.time_ns() // 1_000_000)

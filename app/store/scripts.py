@@ -1,7 +1,8 @@
 """The Lua scripts: read once from `lua/`, checked against their own headers, addressed by SHA-1.
 
 A header's KEYS[n] and ARGV[n] lines are the contract; `Script.evalsha` holds every call to it. The
-acquire scripts are composed: one policy of `lua/policies/` before the frame `lua/acquire.lua`.
+acquire scripts are composed: one policy of `lua/policies/` before the frame `lua/acquire.lua`, one of
+`lua/policies/encoders/` before `lua/acquire_encoders.lua`.
 """
 
 from __future__ import annotations
@@ -78,12 +79,14 @@ def lua_directory() -> Path:
 
 
 def load_scripts(directory: Path | None = None) -> dict[str, Script]:
-    """All scripts by name; one `acquire_<policy>` for each policy."""
+    """All scripts by name; one `acquire_<policy>` and `acquire_encoders_<policy>` for each policy."""
     directory = directory or lua_directory()
     texts = {path.stem: path.read_text() for path in sorted(directory.glob("*.lua"))}
-    frame = texts.pop("acquire")
+    frames = {"acquire": directory / "policies", "acquire_encoders": directory / "policies" / "encoders"}
+    composed = {name: (texts.pop(name), policies) for name, policies in frames.items()}
     scripts = {name: Script(name, text, header=text) for name, text in texts.items()}
-    for path in sorted((directory / "policies").glob("*.lua")):
-        name = f"acquire_{path.stem}"
-        scripts[name] = Script(name, path.read_text() + frame, header=frame)
+    for frame_name, (frame, policies) in composed.items():
+        for path in sorted(policies.glob("*.lua")):
+            name = f"{frame_name}_{path.stem}"
+            scripts[name] = Script(name, path.read_text() + frame, header=frame)
     return scripts

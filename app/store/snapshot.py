@@ -6,7 +6,7 @@ counts as, is decided here once per registry version and not once per request.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from app.errors import ModelNotFound, NoNodeAvailable
@@ -46,7 +46,7 @@ class Snapshot:
         self.version = version
         self.nodes: Mapping[str, Node] = dict(sorted((nodes or {}).items(), key=lambda item: (item[1].order, item[0])))
         self.engine_keys: Mapping[str, str] = dict(engine_keys or {})
-        self._pools: dict[tuple[str, Role], Pool] = {}
+        self._pools: dict[tuple[str, tuple[Role, ...]], Pool] = {}
 
     def __repr__(self) -> str:
         return f"<Snapshot version={self.version} nodes={len(self.nodes)}>"
@@ -57,37 +57,49 @@ class Snapshot:
             dict.fromkeys(model for node in self.nodes.values() if node.state != State.GONE for model in node.models)
         )
 
+    def without(self, pool: Pool, urls: Collection[str]) -> Pool | None:
+        """The candidates but `urls`; None where nobody is left."""
+        left = [self.nodes[url] for url in pool.urls if url not in urls]
+        return self._pool_of(left) if left else None
+
     def knows(self, model: str) -> bool:
         """Whether any node, a gone one too, has the model."""
         return any(model in node.models for node in self.nodes.values())
 
-    def pool(self, model: str, role: Role) -> Pool:
-        """The candidates: ready nodes, else pending ones as a last resort.
+    def serves(self, model: str, role: Role) -> bool:
+        """Whether any node of `role`, in whatever state, has the model."""
+        return any(node.role == role and model in node.models for node in self.nodes.values())
+
+    def pool(self, model: str, *roles: Role) -> Pool:
+        """The candidates, nodes of any of `roles` in registration order: ready ones, else pending ones as a
+        last resort.
 
         Raises:
             ModelNotFound: no node has the model, though there are nodes.
             NoNodeAvailable: no node at all, or none alive for this model.
         """
-        pool = self._pools.get((model, role))
+        pool = self._pools.get((model, roles))
         if pool is None:
-            pool = self._pools[model, role] = self._make_pool(model, role)
+            pool = self._pools[model, roles] = self._make_pool(model, roles)
         return pool
 
-    def _make_pool(self, model: str, role: Role) -> Pool:
+    def _make_pool(self, model: str, roles: tuple[Role, ...]) -> Pool:
         # Failures are not cached: client-given names must not fill a dictionary.
         if not self.nodes:
             raise NoNodeAvailable("no node is registered")
         if not self.knows(model):
             raise ModelNotFound(f"The model {model[:200]!r} does not exist.", param="model")
-        having = [node for node in self.nodes.values() if node.role == role and model in node.models]
+        having = [node for node in self.nodes.values() if node.role in roles and model in node.models]
+        words = " or ".join(role.name for role in roles)
         if not having:
-            raise NoNodeAvailable(f"no {role.name} node has the model {model!r}")
+            raise NoNodeAvailable(f"no {words} node has the model {model!r}")
         for state in (State.READY, State.PENDING):
             chosen = [node for node in having if node.state == state]
             if chosen:
-                speeds = effective_speeds(chosen)
-                arguments = tuple(
-                    text for node, speed in zip(chosen, speeds, strict=True) for text in (node.url, repr(speed))
-                )
-                return Pool(self.version, tuple(node.url for node in chosen), speeds, arguments)
-        raise NoNodeAvailable(f"no node with the model {model!r} is alive")
+                return self._pool_of(chosen)
+        raise NoNodeAvailable(f"no {words} node with the model {model!r} is alive")
+
+    def _pool_of(self, nodes: Sequence[Node]) -> Pool:
+        speeds = effective_speeds(nodes)
+        arguments = tuple(text for node, speed in zip(nodes, speeds, strict=True) for text in (node.url, repr(speed)))
+        return Pool(self.version, tuple(node.url for node in nodes), speeds, arguments)

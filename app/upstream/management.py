@@ -119,13 +119,27 @@ class EngineClient:
             hint = " (LMDeploy allows it with --allow-terminate-by-client only)" if status == 400 else ""
             raise UpstreamError(f"engine {url} answered {status} to /terminate{hint}")
 
+    async def post(self, url: str, path: str, key: str | None) -> tuple[int, str]:
+        """Status and text of a POST without a body, such as /start_profile.
+
+        Raises:
+            UpstreamError: it can't be reached.
+        """
+        status, body = await self._ask("POST", url, path, key, self._timeout_s, _HEALTH_LIMIT_BYTES)
+        return status, body.decode(errors="replace")
+
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
             self._session = None
 
     async def _get(self, url: str, path: str, key: str | None, timeout_s: float, limit: int) -> tuple[int, bytes]:
-        """Status and body of one GET; at most `limit` bytes of a body are taken in.
+        return await self._ask("GET", url, path, key, timeout_s, limit)
+
+    async def _ask(
+        self, method: str, url: str, path: str, key: str | None, timeout_s: float, limit: int
+    ) -> tuple[int, bytes]:
+        """Status and body of one request; at most `limit` bytes of a body are taken in.
 
         Raises:
             EngineBroke: also where the body is longer than `limit`.
@@ -133,7 +147,8 @@ class EngineClient:
         headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         async with (
             _mapped(url, timeout_s),
-            self._opened().get(
+            self._opened().request(
+                method,
                 URL(url + path, encoded=True),
                 headers=headers,
                 allow_redirects=False,  # the key is for this engine and no other address

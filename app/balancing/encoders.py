@@ -1,0 +1,81 @@
+"""Encoder policies: which encoder gets which item of a request. The twins of `lua/policies/encoders/`.
+
+A worker uses them while Redis is away, on its own state; a property test holds each to its Lua file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Encoder:
+    """One ready encoder. `credit` is what smooth weighted round robin owes it."""
+
+    speed: float
+    unfinished: int = 0
+    credit: float = 0.0
+
+
+EncoderPolicy = Callable[[Sequence[Encoder], int, int], list[int]]
+"""(encoders in registration order, cursor, items) -> the index of each item's encoder; moves counts and credits."""
+
+
+def assign_round_robin(urls: Sequence[str], start: int, count: int) -> tuple[list[str], int]:
+    """`count` items from position `start` on, one after the other round the encoders.
+
+    Source: vLLM's encoder-disaggregation example, where the position lived in one process.
+
+    Args:
+        urls: the ready encoders in registration order, at least one.
+        start: a position of any size; it counts modulo the number of encoders.
+
+    Returns:
+        The encoder of each item, and the position of the next one.
+    """
+    size = len(urls)
+    return [urls[(start + i) % size] for i in range(count)], (start + count) % size
+
+
+def round_robin(encoders: Sequence[Encoder], start: int, items: int) -> list[int]:
+    """Trade-offs: exactly even by number, whatever the encoders' speeds and the items' sizes."""
+    return [(start + item) % len(encoders) for item in range(items)]
+
+
+def weighted(encoders: Sequence[Encoder], start: int, items: int) -> list[int]:
+    """Smooth weighted round robin by speed (source: nginx, ngx_http_upstream_round_robin.c).
+
+    Trade-offs: shares follow the operator's speeds, without bursts; blind to what is running.
+    """
+    indices = []
+    for _ in range(items):
+        total = 0.0
+        for encoder in encoders:
+            total += encoder.speed
+            encoder.credit += encoder.speed
+        best = max(range(len(encoders)), key=lambda i: encoders[i].credit)
+        encoders[best].credit -= total
+        indices.append(best)
+    return indices
+
+
+def least_unfinished(encoders: Sequence[Encoder], start: int, items: int) -> list[int]:
+    """The least unfinished / speed, item by item; ties go round from the cursor.
+
+    Trade-offs: follows slow items and slow encoders; not even by number.
+    """
+    indices, size = [], len(encoders)
+    for item in range(items):
+        order = [(start + item + step) % size for step in range(size)]
+        best = min(order, key=lambda i: encoders[i].unfinished / encoders[i].speed)
+        encoders[best].unfinished += 1
+        indices.append(best)
+    return indices
+
+
+ENCODER_POLICIES: dict[str, EncoderPolicy] = {
+    "round_robin": round_robin,
+    "weighted": weighted,
+    "least_unfinished": least_unfinished,
+}

@@ -1,0 +1,65 @@
+"""Sending a request to a chosen node: its address, its key, and what a refusal means for the registry."""
+
+from __future__ import annotations
+
+from app.dispatch.answer import EngineRequest, Whole
+from app.errors import EngineBroke, EngineRefused, Headers
+from app.store.registry import Registry
+from app.upstream.transport import Response, Target, Timeouts, Transport
+
+
+class Caller:
+    """One per worker, shared by the use cases."""
+
+    def __init__(self, *, registry: Registry, transport: Transport, timeouts: Timeouts, engine_key: str | None) -> None:
+        self._registry = registry
+        self._transport = transport
+        self._timeouts = timeouts
+        self._engine_key = engine_key
+        self._targets: dict[str, Target] = {}
+
+    def __repr__(self) -> str:
+        return f"<Caller targets={len(self._targets)}>"
+
+    async def send(self, url: str, request: EngineRequest) -> Response:
+        """Send `request` to the node and return when the answer's head has come. Raises UpstreamError."""
+        try:
+            return await self._transport.send(
+                self._target(url),
+                request.method,
+                request.path,
+                self._with_key(url, request.headers),
+                request.body,
+                self._timeouts,
+            )
+        except EngineRefused:
+            self._registry.refused(url)
+            raise
+
+    async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int) -> Whole:
+        """The whole answer. Raises UpstreamError, also where its body is longer than `limit_bytes`."""
+        response = await self.send(url, request)
+        try:
+            body = bytearray()
+            while chunk := await response.read():
+                body += chunk
+                if len(body) > limit_bytes:
+                    raise EngineBroke(f"engine {url} broke off: its answer is longer than {limit_bytes} bytes")
+            return Whole(url, response.status, response.headers, bytes(body))
+        finally:
+            response.close()
+
+    def _with_key(self, url: str, headers: Headers) -> Headers:
+        key = self._registry.snapshot.engine_keys.get(url) or self._engine_key
+        if key is None:
+            return headers
+        kept = [header for header in headers if header[0] != b"authorization"]
+        return [*kept, (b"authorization", b"Bearer " + key.encode())]
+
+    def _target(self, url: str) -> Target:
+        target = self._targets.get(url)
+        if target is None:
+            if len(self._targets) > 2 * len(self._registry.snapshot.nodes) + 16:
+                self._targets.clear()
+            target = self._targets[url] = Target(url)
+        return target

@@ -1,0 +1,53 @@
+"""Mooncake consumers of pushed embeddings: which control channel belongs to which node.
+
+Source: `--ec-consumer-zmq-addrs` and `--ec-consumer-dp-size` of vLLM's encoder-disaggregation proxy.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from app.errors import ConfigurationError, Headers, NoNodeAvailable
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """Where encoders push to for one request, and the header that leads the request to the same replica."""
+
+    zmq: str
+    headers: Headers
+
+
+class Consumers:
+    """The map; false where embeddings are not pushed.
+
+    Args:
+        urls: of the static decode nodes.
+        addresses: one per decode node and data-parallel rank: s0r0, s0r1, s1r0, ...
+
+    Raises:
+        ConfigurationError: the counts don't fit.
+    """
+
+    def __init__(self, urls: Sequence[str], addresses: Sequence[str], dp_size: int) -> None:
+        if addresses and len(addresses) != len(urls) * dp_size:
+            raise ConfigurationError(
+                f"--ec-consumer-zmq-addrs: must be one for each of the {len(urls)} decode servers "
+                f"and {dp_size} data-parallel ranks, not {len(addresses)}"
+            )
+        self._dp_size = dp_size
+        self._by_url = {url: addresses[i * dp_size : (i + 1) * dp_size] for i, url in enumerate(urls) if addresses}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_url)
+
+    def choose(self, url: str) -> Consumer:
+        """A replica of the node, by chance. Raises NoNodeAvailable for a node without a control channel."""
+        addresses = self._by_url.get(url)
+        if addresses is None:
+            raise NoNodeAvailable(f"no Mooncake consumer address is known for the Decode node {url}")
+        rank = random.randrange(self._dp_size)
+        headers = [(b"x-data-parallel-rank", b"%d" % rank)] if self._dp_size > 1 else []
+        return Consumer(addresses[rank], headers)

@@ -1,0 +1,273 @@
+"""EPD: media items go to encoder nodes first, then the request goes to whoever answers it.
+
+Takes the request apart (`media`), has each item encoded by the node that the shared cursor gives it,
+puts what the encoders report in place of the media, and hands the request on to the inner use case
+(one node for prefill and decode, or a pair). It must not know Redis or Starlette.
+
+Source: vLLM's encoder-disaggregation proxy; docs/epd.md says where this differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from app.dispatch.answer import Answer, EngineRequest, Outcome, Taker, Whole
+from app.dispatch.caller import Caller
+from app.dispatch.consumers import Consumers
+from app.dispatch.media import (
+    Group,
+    Item,
+    Key,
+    MediaRequest,
+    Report,
+    ReportError,
+    group_items,
+    may_have_media,
+    read_reports,
+)
+from app.errors import EngineBroke, Headers, NoNodeAvailable, UpstreamError
+from app.nodes import Role
+from app.store.ledger import Ledger, Select, Ticket
+from app.store.registry import Registry
+from app.store.snapshot import Pool, Snapshot
+
+log = logging.getLogger("evenhand.dispatch")
+
+PATH = b"/v1/chat/completions"
+REPORT_LIMIT_BYTES = 64 * 2**20
+"""Of an encoder's answer: metadata is small, but some connectors send more."""
+
+
+class _Refused(Exception):
+    """An encoder's own 4xx: the client's error, which it gets as it is."""
+
+    def __init__(self, answer: Whole) -> None:
+        super().__init__()
+        self.answer = answer
+
+
+@dataclass(frozen=True, slots=True)
+class EpdRules:
+    """From settings. `batch_limit`: images in one call, 0 = no limit."""
+
+    batch_limit: int
+    encoder_retries: int
+    decode_retries: int
+    rewrite: bool
+
+
+class Epd:
+    """The use case; one per worker."""
+
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        ledger: Ledger,
+        caller: Caller,
+        inner: Taker,
+        rules: EpdRules,
+        consumers: Consumers,
+        expects_encoders: bool,
+    ) -> None:
+        self._registry = registry
+        self._ledger = ledger
+        self._caller = caller
+        self._inner = inner
+        self._rules = rules
+        self._consumers = consumers
+        self._expects_encoders = expects_encoders
+
+    async def open(self, request: EngineRequest) -> Answer:
+        """Encode what there is to encode, then serve the rest; as `Hybrid.open` otherwise.
+
+        An engine that answers 500 after the encoders did their work gets everything once more, from
+        the encoders on: a consumer that lost what was pushed to it says 500.
+        """
+        if not self._expects_encoders and not self._registry.snapshot.serves(request.model, Role.Encode):
+            return await (await self._inner.take(request.model)).send(request)
+        media = self._media_of(request)
+        attempts = 1 + self._rules.decode_retries
+        only: str | None = None
+        while True:
+            attempts -= 1
+            answer = await self._attempt(request, media, only)
+            if answer.status != 500 or not attempts:
+                return answer
+            only = answer.url if self._consumers else None
+            answer.close(Outcome.ENGINE_ERROR)
+
+    def _media_of(self, request: EngineRequest) -> MediaRequest | None:
+        if request.path.partition(b"?")[0] != PATH or not may_have_media(request.body):
+            return None
+        media = MediaRequest(request.body)
+        return media if media.items else None
+
+    async def _attempt(self, request: EngineRequest, media: MediaRequest | None, only: str | None) -> Answer:
+        if media is None:
+            return await (await self._inner.take(request.model, only=only)).send(request)
+        if not self._consumers:
+            try:
+                body = await self._encode(request, media, None)
+            except _Refused as e:
+                return Answer(e.answer, e.answer.url, ())
+            return await (await self._inner.take(request.model, only=only)).send(replace(request, body=body))
+        # A pushed embedding goes to one consumer, so that one is held before anything is encoded.
+        held = await self._inner.take(request.model, only=only)
+        try:
+            consumer = self._consumers.choose(held.url)
+            body = await self._encode(request, media, consumer.zmq)
+        except _Refused as e:
+            held.give_back()
+            return Answer(e.answer, e.answer.url, ())
+        except BaseException:
+            held.give_back()
+            raise
+        headers = [*request.headers, *consumer.headers]
+        return await held.send(replace(request, body=body, headers=headers))
+
+    async def _encode(self, request: EngineRequest, media: MediaRequest, consumer_zmq: str | None) -> bytes:
+        """Every distinct item encoded, concurrently; the body that goes on.
+
+        The first failure that can't be mended cancels the other calls.
+        """
+        items = media.distinct_items
+        tickets = await self._ledger.acquire_encoders(encoders_for(request.model), len(items))
+        groups = group_items(items, [ticket.url for ticket in tickets], batch_limit=self._rules.batch_limit)
+        by_item = dict(zip((item.index for item in items), tickets, strict=True))
+        reports: dict[Key, Report] = {}
+        try:
+            async with asyncio.TaskGroup() as calls:
+                for group in groups:
+                    held = [by_item[item.index] for item in group.items]
+                    calls.create_task(self._encode_group(request, media, group, held, consumer_zmq, reports))
+        except ExceptionGroup as failures:
+            raise _first(failures) from None
+        finally:
+            for ticket in tickets:
+                ticket.release(succeeded=False)
+        return media.with_reports(reports, rewrite=self._rules.rewrite, to_consumer=consumer_zmq is not None)
+
+    async def _encode_group(
+        self,
+        request: EngineRequest,
+        media: MediaRequest,
+        group: Group,
+        tickets: Sequence[Ticket],
+        consumer_zmq: str | None,
+        reports: dict[Key, Report],
+    ) -> None:
+        """One call, at the encoder that was assigned or, where that fails, at the next ones."""
+        tried = [group.url]
+        for attempt in range(1 + self._rules.encoder_retries):
+            try:
+                reports |= await self._call(request, media, group, tickets, consumer_zmq)
+                return
+            except UpstreamError as e:
+                if isinstance(e, ReportError) or attempt == self._rules.encoder_retries:
+                    raise
+                log.warning("encoder %s failed, its items go to the next: %s", group.url, e.message)
+                try:
+                    tickets = await self._take_next(request.model, tried, len(group.items))
+                except NoNodeAvailable as none_left:
+                    raise NoNodeAvailable(f"no Encode node could take the media: {e.message}") from none_left
+            tried.append(tickets[0].url)
+            group = replace(group, url=tickets[0].url, transfer_ids=tuple(secrets.token_hex(16) for _ in group.items))
+
+    async def _take_next(self, model: str, tried: Sequence[str], items: int) -> list[Ticket]:
+        """Count the items on the next encoder; the cursor stays where it is, so others' turns don't shift."""
+        tickets = [await self._ledger.acquire(next_encoder(model, tried))]
+        try:
+            while len(tickets) < items:
+                tickets.append(await self._ledger.acquire(only_encoder(model, tickets[0].url)))
+        except BaseException:
+            for ticket in tickets:
+                ticket.release(succeeded=False)
+            raise
+        return tickets
+
+    async def _call(
+        self,
+        request: EngineRequest,
+        media: MediaRequest,
+        group: Group,
+        tickets: Sequence[Ticket],
+        consumer_zmq: str | None,
+    ) -> dict[Key, Report]:
+        succeeded = False
+        try:
+            answer = await self._caller.fetch(
+                group.url,
+                EngineRequest(
+                    method=b"POST",
+                    path=PATH,
+                    headers=child_headers(request.headers, group.items[0]),
+                    body=media.sub_request(group, pin_uuids=self._rules.rewrite, consumer_zmq=consumer_zmq),
+                    model=request.model,
+                ),
+                limit_bytes=REPORT_LIMIT_BYTES,
+            )
+            if 400 <= answer.status < 500:
+                raise _Refused(answer)
+            if answer.status != 200:
+                raise EngineBroke(f"encoder {group.url} answered {answer.status}")
+            found = read_reports(
+                group,
+                answer.body,
+                audio_in_video=media.audio_in_video,
+                to_consumer=consumer_zmq is not None,
+            )
+            succeeded = True
+            return found
+        finally:
+            # One call is one latency, however many items it had.
+            for position, ticket in enumerate(tickets):
+                ticket.release(succeeded=succeeded and position == 0)
+
+
+def encoders_for(model: str) -> Select:
+    """All ready encoders with the model, in registration order."""
+    return lambda snapshot: snapshot.pool(model, Role.Encode)
+
+
+def next_encoder(model: str, tried: Sequence[str]) -> Select:
+    """Only the encoder that follows the last one of `tried` in registration order and was not tried yet."""
+
+    def select(snapshot: Snapshot) -> Pool:
+        urls = snapshot.pool(model, Role.Encode).urls
+        after = urls.index(tried[-1]) + 1 if tried[-1] in urls else 0
+        following = next((url for url in urls[after:] + urls[:after] if url not in tried), "")
+        return only_encoder(model, following)(snapshot)
+
+    return select
+
+
+def only_encoder(model: str, url: str) -> Select:
+    """Just this one, if it is a candidate."""
+
+    def select(snapshot: Snapshot) -> Pool:
+        pool = snapshot.pool(model, Role.Encode)
+        left = snapshot.without(pool, [other for other in pool.urls if other != url])
+        if left is None:
+            raise NoNodeAvailable(f"no other Encode node with the model {model!r} is alive")
+        return left
+
+    return select
+
+
+def child_headers(headers: Headers, first: Item) -> Headers:
+    """The request's headers under a request id of its own: `<parent>:<index of the first item>:<6 hex>`."""
+    return [
+        (name, value + b":%d:%s" % (first.index, secrets.token_hex(3).encode()) if name == b"x-request-id" else value)
+        for name, value in headers
+    ]
+
+
+def _first(failures: BaseExceptionGroup[Exception]) -> Exception:
+    """The failure that came first; the others are its consequence or say the same."""
+    failure = failures.exceptions[0]
+    return _first(failure) if isinstance(failure, BaseExceptionGroup) else failure

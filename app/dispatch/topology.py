@@ -1,0 +1,77 @@
+"""Which roles work together in a deployment, and which mixtures can't.
+
+    combined   Hybrid or Decode nodes do prefill and decode; Encode nodes may stand before them
+    split      Prefill and Decode nodes share the work; Encode nodes may stand before them
+
+A node of the other kind would be registered and never used, or be asked for half of a hand-over:
+refused at start or registration, with the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.errors import BadRequest, ConfigurationError
+from app.nodes import Role
+from app.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """`protocol`: how a split deployment hands the KV cache over."""
+
+    split: bool
+    protocol: str
+    expects_encoders: bool
+
+    @classmethod
+    def of(cls, settings: Settings) -> Topology:
+        """Raises ConfigurationError for settings that contradict each other."""
+        prefill = settings.prefill_servers_urls
+        distserve = settings.serving_strategy == "DistServe"
+        if distserve and settings.prefill_disabled:
+            raise ConfigurationError(
+                "--prefill-servers-urls: disable means that prefill and decode run together, "
+                "and --serving-strategy DistServe that they don't"
+            )
+        split = distserve or bool(prefill and not settings.prefill_disabled)
+        if split and settings.ec_consumer_zmq_addrs:
+            raise ConfigurationError(
+                "--ec-consumer-zmq-addrs: pushed embeddings work only where prefill and decode run together"
+            )
+        if split and settings.nodes:
+            raise ConfigurationError("--nodes are Hybrid nodes, which can't be used beside separate prefill and decode")
+        static = [
+            *settings.nodes,
+            *settings.encode_servers_urls,
+            *(() if settings.prefill_disabled else prefill),
+            *settings.decode_servers_urls,
+        ]
+        twice = next((url for url in static if static.count(url) > 1), None)
+        if twice is not None:
+            raise ConfigurationError(f"{twice} is named twice; a node has one role")
+        vllm = bool(settings.encode_servers_urls or prefill)
+        return cls(split, "nixl" if vllm else settings.pd_protocol, bool(settings.encode_servers_urls))
+
+    def check(self, role: Role, *, field: str = "status.role") -> None:
+        """Raises BadRequest for a role that this deployment can't use."""
+        if self.split and role is Role.Hybrid:
+            raise BadRequest(
+                "A Hybrid node can't be used while prefill and decode are separate (--serving-strategy DistServe); "
+                "allowed are Prefill, Decode, Encode",
+                param=field,
+            )
+        if not self.split and role is Role.Prefill:
+            raise BadRequest(
+                "A Prefill node can't be used while every node does prefill and decode (--serving-strategy Hybrid); "
+                "allowed are Hybrid, Decode, Encode",
+                param=field,
+            )
+
+    @property
+    def needed(self) -> tuple[tuple[Role, ...], ...]:
+        """What has to be ready to serve: one role of each group."""
+        answering: tuple[tuple[Role, ...], ...] = (
+            ((Role.Prefill,), (Role.Decode,)) if self.split else ((Role.Hybrid, Role.Decode),)
+        )
+        return (*answering, (Role.Encode,)) if self.expects_encoders else answering

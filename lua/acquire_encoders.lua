@@ -1,0 +1,61 @@
+-- acquire_encoders: give each media item of a request an encoder by the policy above, and count it there.
+--
+-- A frame: app/store/scripts.py puts one file of lua/policies/encoders/ before it and names the
+-- result acquire_encoders_<policy>. All items of a request are assigned in one step, so the
+-- assignments of all requests, workers and hosts form one sequence.
+--
+-- KEYS[1]  unfinished         HASH   url -> total over all workers
+-- KEYS[2]  unfinished:<w>     HASH   url -> this worker's share, its ledger
+-- KEYS[3]  sessions           HASH   worker -> generation of its connection
+-- KEYS[4]  version            STRING registry version
+-- KEYS[5]  encoder_cursor     STRING position of the next item, below the number of encoders
+-- KEYS[6]  encoder_credit     HASH   url -> what smooth weighted round robin owes it
+-- ARGV[1]  worker             id
+-- ARGV[2]  generation         of the connection this call came over
+-- ARGV[3]  version            of the snapshot the encoders come from; '' = whatever it is now
+-- ARGV[4]  items              how many, at least one
+-- ARGV[5+] url, speed         per ready encoder in registration order, at least one
+-- RETURN   {code, start, version, index, ...}  code: 0 taken, 1 not a member (restate first), 2 snapshot
+--          is not current (refresh first); start: cursor before this call; one index (from 1) per item
+-- COST     O(items * encoders) CALLER app/store/ledger.py
+local unfinished, ledger, sessions, version_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local cursor_key, credit_key = KEYS[5], KEYS[6]
+local worker, generation, version, items = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local FIRST = 5
+
+local current = redis.call('GET', version_key) or '0'
+if redis.call('HGET', sessions, worker) ~= generation then
+    return { 1, 0, tonumber(current) }
+end
+if version ~= '' and version ~= current then
+    return { 2, 0, tonumber(current) }
+end
+
+local nodes = {}
+for i = FIRST, #ARGV, 2 do
+    local url = ARGV[i]
+    nodes[#nodes + 1] = {
+        url = url,
+        speed = tonumber(ARGV[i + 1]),
+        unfinished = tonumber(redis.call('HGET', unfinished, url) or '0'),
+        credit = tonumber(redis.call('HGET', credit_key, url) or '0'),
+    }
+end
+local start = tonumber(redis.call('GET', cursor_key) or '0') % #nodes
+local reply = { 0, start, tonumber(current) }
+for item = 1, items do
+    local index = assign(nodes, start, item)
+    redis.call('HINCRBY', unfinished, nodes[index].url, 1)
+    redis.call('HINCRBY', ledger, nodes[index].url, 1)
+    reply[3 + item] = index
+end
+if MOVES_CURSOR then
+    redis.call('SET', cursor_key, (start + items) % #nodes)
+end
+if KEEPS_CREDIT then
+    redis.call('DEL', credit_key)
+    for i = 1, #nodes do
+        redis.call('HSET', credit_key, nodes[i].url, string.format('%.17g', nodes[i].credit))
+    end
+end
+return reply

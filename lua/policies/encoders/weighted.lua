@@ -1,0 +1,21 @@
+-- Encoder policy weighted: smooth weighted round robin by speed.
+--
+-- assign(nodes, start, item) -> index
+--   nodes   array of {url, speed, unfinished, credit}; start: cursor, from 0; item: from 1
+-- Every encoder earns its speed, the richest is taken and pays what all have earned; ties by
+-- registration order (source: nginx, ngx_http_upstream_round_robin.c).
+-- Twin: app/balancing/encoders.py.
+local MOVES_CURSOR, KEEPS_CREDIT = false, true
+
+local function assign(nodes, start, item)
+    local total, best = 0, 1
+    for i = 1, #nodes do
+        total = total + nodes[i].speed
+        nodes[i].credit = nodes[i].credit + nodes[i].speed
+        if nodes[i].credit > nodes[best].credit then
+            best = i
+        end
+    end
+    nodes[best].credit = nodes[best].credit - total
+    return best
+end
