@@ -315,7 +315,9 @@ class Settings(BaseSettings):
 
     # --- who may do what -----------------------------------------------------------------------------
     admin_keys: Keys = Field(
-        (), description="Keys for /nodes/* and /distserve/*; where there are none, the API keys count."
+        (),
+        description="Keys for /nodes/*, /distserve/*, /start_profile and /stop_profile; where there are none, "
+        "the API keys count.",
     )
     trusted_nodes: Networks = Field(
         ("127.0.0.0/8", "::1/128"),

@@ -10,6 +10,7 @@
 -- KEYS[4]  version            STRING registry version
 -- KEYS[5]  encoder_cursor     STRING position of the next item, below the number of encoders
 -- KEYS[6]  encoder_credit     HASH   url -> what smooth weighted round robin owes it
+-- KEYS[7]  nodes              SET    node URLs
 -- ARGV[1]  worker             id
 -- ARGV[2]  generation         of the connection this call came over
 -- ARGV[3]  version            of the snapshot the encoders come from; '' = whatever it is now
@@ -19,16 +20,16 @@
 --          is not current (refresh first); start: cursor before this call; one index (from 1) per item
 -- COST     O(items * encoders) CALLER app/store/ledger.py
 local unfinished, ledger, sessions, version_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local cursor_key, credit_key = KEYS[5], KEYS[6]
+local cursor_key, credit_key, registered = KEYS[5], KEYS[6], KEYS[7]
 local worker, generation, version, items = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local FIRST = 5
 
 local current = redis.call('GET', version_key) or '0'
 if redis.call('HGET', sessions, worker) ~= generation then
-    return { 1, 0, tonumber(current) }
+    return { 1, 0, tonumber(current) or 0 }
 end
 if version ~= '' and version ~= current then
-    return { 2, 0, tonumber(current) }
+    return { 2, 0, tonumber(current) or 0 }
 end
 
 local nodes = {}
@@ -38,11 +39,13 @@ for i = FIRST, #ARGV, 2 do
         url = url,
         speed = tonumber(ARGV[i + 1]),
         unfinished = tonumber(redis.call('HGET', unfinished, url) or '0'),
-        credit = tonumber(redis.call('HGET', credit_key, url) or '0'),
+        credit = tonumber(redis.call('HGET', credit_key, url) or '0') or 0,
     }
 end
-local start = tonumber(redis.call('GET', cursor_key) or '0') % #nodes
-local reply = { 0, start, tonumber(current) }
+-- Whatever somebody may have written there, infinity too: a position is needed, and every one is as good.
+local start = math.floor(tonumber(redis.call('GET', cursor_key) or '0') or 0) % #nodes
+start = start >= 0 and start or 0
+local reply = { 0, start, tonumber(current) or 0 }
 for item = 1, items do
     local index = assign(nodes, start, item)
     redis.call('HINCRBY', unfinished, nodes[index].url, 1)
@@ -53,9 +56,15 @@ if MOVES_CURSOR then
     redis.call('SET', cursor_key, (start + items) % #nodes)
 end
 if KEEPS_CREDIT then
-    redis.call('DEL', credit_key)
     for i = 1, #nodes do
         redis.call('HSET', credit_key, nodes[i].url, string.format('%.17g', nodes[i].credit))
+    end
+    -- Encoders of other models, and those that are down, keep what they are owed; removed ones don't.
+    local owed = redis.call('HKEYS', credit_key)
+    for i = 1, #owed do
+        if redis.call('SISMEMBER', registered, owed[i]) == 0 then
+            redis.call('HDEL', credit_key, owed[i])
+        end
     end
 end
 return reply

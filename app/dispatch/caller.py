@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from app.dispatch.answer import EngineRequest, Whole
 from app.errors import EngineBroke, EngineRefused, Headers
 from app.store.registry import Registry
 from app.upstream.transport import Response, Target, Timeouts, Transport
+
+IDENTITY = (b"accept-encoding", b"identity")
 
 
 class Caller:
@@ -37,8 +41,12 @@ class Caller:
             raise
 
     async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int) -> Whole:
-        """The whole answer. Raises UpstreamError, also where its body is longer than `limit_bytes`."""
-        response = await self.send(url, request)
+        """The whole answer, as it is read here: the client's wish for a compressed one is not passed on.
+
+        Raises UpstreamError, also where its body is longer than `limit_bytes`.
+        """
+        headers = [*(header for header in request.headers if header[0] != b"accept-encoding"), IDENTITY]
+        response = await self.send(url, replace(request, headers=headers))
         try:
             body = bytearray()
             while chunk := await response.read():

@@ -14,8 +14,9 @@ from app.errors import ConfigurationError, Headers, NoNodeAvailable
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """Where encoders push to for one request, and the header that leads the request to the same replica."""
+    """Where encoders push to for one request: a replica of the node `url`, and the header that leads to it."""
 
+    url: str
     zmq: str
     headers: Headers
 
@@ -50,4 +51,4 @@ class Consumers:
             raise NoNodeAvailable(f"no Mooncake consumer address is known for the Decode node {url}")
         rank = random.randrange(self._dp_size)
         headers = [(b"x-data-parallel-rank", b"%d" % rank)] if self._dp_size > 1 else []
-        return Consumer(addresses[rank], headers)
+        return Consumer(url, addresses[rank], headers)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from app.dispatch.answer import Answer, EngineRequest, Outcome, Taker, Whole
 from app.dispatch.caller import Caller
-from app.dispatch.consumers import Consumers
+from app.dispatch.consumers import Consumer, Consumers
 from app.dispatch.media import (
     Group,
     Item,
@@ -92,13 +92,12 @@ class Epd:
             return await (await self._inner.take(request.model)).send(request)
         media = self._media_of(request)
         attempts = 1 + self._rules.decode_retries
-        only: str | None = None
+        consumer: Consumer | None = None
         while True:
             attempts -= 1
-            answer = await self._attempt(request, media, only)
+            answer, consumer = await self._attempt(request, media, consumer)
             if answer.status != 500 or not attempts:
                 return answer
-            only = answer.url if self._consumers else None
             answer.close(Outcome.ENGINE_ERROR)
 
     def _media_of(self, request: EngineRequest) -> MediaRequest | None:
@@ -107,28 +106,31 @@ class Epd:
         media = MediaRequest(request.body)
         return media if media.items else None
 
-    async def _attempt(self, request: EngineRequest, media: MediaRequest | None, only: str | None) -> Answer:
+    async def _attempt(
+        self, request: EngineRequest, media: MediaRequest | None, before: Consumer | None
+    ) -> tuple[Answer, Consumer | None]:
+        """One time from the encoders on; `before`: the consumer of the attempt before, kept while its node is there."""
         if media is None:
-            return await (await self._inner.take(request.model, only=only)).send(request)
+            return await (await self._inner.take(request.model)).send(request), None
         if not self._consumers:
             try:
                 body = await self._encode(request, media, None)
             except _Refused as e:
-                return Answer(e.answer, e.answer.url, ())
-            return await (await self._inner.take(request.model, only=only)).send(replace(request, body=body))
+                return Answer(e.answer, e.answer.url, ()), None
+            return await (await self._inner.take(request.model)).send(replace(request, body=body)), None
         # A pushed embedding goes to one consumer, so that one is held before anything is encoded.
-        held = await self._inner.take(request.model, only=only)
+        held = await self._inner.take(request.model, only=before.url if before else None)
         try:
-            consumer = self._consumers.choose(held.url)
+            consumer = before if before and before.url == held.url else self._consumers.choose(held.url)
             body = await self._encode(request, media, consumer.zmq)
         except _Refused as e:
             held.give_back()
-            return Answer(e.answer, e.answer.url, ())
+            return Answer(e.answer, e.answer.url, ()), None
         except BaseException:
             held.give_back()
             raise
         headers = [*request.headers, *consumer.headers]
-        return await held.send(replace(request, body=body, headers=headers))
+        return await held.send(replace(request, body=body, headers=headers)), consumer
 
     async def _encode(self, request: EngineRequest, media: MediaRequest, consumer_zmq: str | None) -> bytes:
         """Every distinct item encoded, concurrently; the body that goes on.
@@ -163,18 +165,22 @@ class Epd:
     ) -> None:
         """One call, at the encoder that was assigned or, where that fails, at the next ones."""
         tried = [group.url]
-        for attempt in range(1 + self._rules.encoder_retries):
+        while True:
             try:
                 reports |= await self._call(request, media, group, tickets, consumer_zmq)
                 return
+            except ReportError:
+                raise
             except UpstreamError as e:
-                if isinstance(e, ReportError) or attempt == self._rules.encoder_retries:
-                    raise
-                log.warning("encoder %s failed, its items go to the next: %s", group.url, e.message)
-                try:
-                    tickets = await self._take_next(request.model, tried, len(group.items))
-                except NoNodeAvailable as none_left:
-                    raise NoNodeAvailable(f"no Encode node could take the media: {e.message}") from none_left
+                failure = e
+            log.warning("encoder %s failed: %s", group.url, failure.message)
+            try:
+                if len(tried) > self._rules.encoder_retries:
+                    next_encoder(request.model, tried)(self._registry.snapshot)
+                    raise failure  # somebody is left, but it was tried often enough
+                tickets = await self._take_next(request.model, tried, len(group.items))
+            except NoNodeAvailable as none_left:
+                raise NoNodeAvailable(f"no Encode node could take the media: {failure.message}") from none_left
             tried.append(tickets[0].url)
             group = replace(group, url=tickets[0].url, transfer_ids=tuple(secrets.token_hex(16) for _ in group.items))
 
@@ -239,8 +245,10 @@ def next_encoder(model: str, tried: Sequence[str]) -> Select:
 
     def select(snapshot: Snapshot) -> Pool:
         urls = snapshot.pool(model, Role.Encode).urls
-        after = urls.index(tried[-1]) + 1 if tried[-1] in urls else 0
-        following = next((url for url in urls[after:] + urls[:after] if url not in tried), "")
+        # Among all nodes: who failed may be down by now, and what was its must not all go to the first one.
+        order = list(snapshot.nodes)
+        after = order.index(tried[-1]) + 1 if tried[-1] in snapshot.nodes else 0
+        following = next((url for url in order[after:] + order[:after] if url in urls and url not in tried), "")
         return only_encoder(model, following)(snapshot)
 
     return select

@@ -13,7 +13,7 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -29,12 +29,16 @@ EMBEDS = {
 AUDIO_KINDS = frozenset(("audio_url", "input_audio"))
 COPIED_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs", "priority", "session_id")
 """What changes how an item is encoded, or how urgent it is: the encoder gets it as sent."""
+MOST_ITEMS = 1000
+"""In one request: they are assigned in one step of Redis, where all others wait meanwhile (5 ms for as many;
+100,000, which fit in 7 MB, took 1.8 s). vLLM's own limit is 999 of a kind (`limit_mm_per_prompt`)."""
 
 
 class ReportError(EngineBroke):
     """An encoder answered, but what it reports can't be used: no other encoder would mend that."""
 
 
+T = TypeVar("T")
 Json = dict[str, Any]
 Key = tuple[str, str]
 """Kind and uuid: items that share it are one item."""
@@ -83,17 +87,19 @@ class MediaRequest:
     """A chat request taken apart as far as its media need it; the rest stays bytes."""
 
     def __init__(self, body: bytes) -> None:
-        """Raises BadRequest where `messages` is no list, or a media part is none."""
-        self._fields: dict[str, msgspec.Raw] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        self._messages: Any = self._decoded("messages")
+        """Raises BadRequest where `messages` is no list, a media part is none, or either can't be read."""
+        self._fields: dict[str, msgspec.Raw] = _decoded(body, "The request body", dict[str, msgspec.Raw])
+        self._messages = self._decoded("messages")
         self.items = tuple(find_items(self._messages))
+        options = self._decoded("mm_processor_kwargs") if self.items else None
+        self.audio_in_video = isinstance(options, dict) and bool(options.get("use_audio_in_video"))
 
     def __repr__(self) -> str:
         return f"<MediaRequest items={len(self.items)}>"
 
     def _decoded(self, name: str) -> Any:
         raw = self._fields.get(name)
-        return None if raw is None else msgspec.json.decode(raw)
+        return None if raw is None else _decoded(raw, name, object)
 
     @property
     def distinct_items(self) -> list[Item]:
@@ -102,11 +108,6 @@ class MediaRequest:
         for item in self.items:
             first.setdefault(item.key, item)
         return list(first.values())
-
-    @property
-    def audio_in_video(self) -> bool:
-        options = self._decoded("mm_processor_kwargs")
-        return isinstance(options, dict) and bool(options.get("use_audio_in_video"))
 
     def sub_request(self, group: Group, *, pin_uuids: bool, consumer_zmq: str | None) -> bytes:
         """The body of one call to an encoder; no token limit, since nothing is generated."""
@@ -120,7 +121,7 @@ class MediaRequest:
         if consumer_zmq is not None:
             ids = [{"transfer_id": transfer_id} for transfer_id in group.transfer_ids]
             body["ec_transfer_params"] = {"consumer_zmq": consumer_zmq, "ec_items": ids}
-        return msgspec.json.encode(body)
+        return _encoded(body)
 
     def with_reports(self, reports: Mapping[Key, Report], *, rewrite: bool, to_consumer: bool) -> bytes:
         """The request for prefill or decode.
@@ -143,7 +144,7 @@ class MediaRequest:
         if handles:
             with_ids = {"ec_items": ids} if rewrite or to_consumer else {}
             fields["ec_transfer_params"] = handles | with_ids
-        return msgspec.json.encode(fields)
+        return _encoded(fields)
 
     def _rewritten(self, reports: Mapping[Key, Report]) -> Any:
         # vLLM lines audio features up with what is left of them: a mixture of embeddings and raw media
@@ -164,6 +165,23 @@ class MediaRequest:
                 part = {"type": embeds, embeds: values, "uuid": item.uuid}
             messages[item.message]["content"][item.part] = part
         return messages
+
+
+def _decoded(raw: bytes | msgspec.Raw, name: str, kind: type[T]) -> T:
+    # What the peek has only skipped over is looked at here for the first time: UTF-8, sizes of numbers.
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise BadRequest(f"{name} is not valid JSON: {e}") from e
+    except RecursionError as e:
+        raise BadRequest(f"{name} is nested too deeply") from e
+
+
+def _encoded(value: object) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except RecursionError as e:
+        raise BadRequest("The request body is nested too deeply") from e
 
 
 def may_have_media(body: bytes) -> bool:
@@ -190,6 +208,8 @@ def find_items(messages: Any) -> Iterable[Item]:
             kind = part.get("type") if isinstance(part, dict) else None
             if not isinstance(kind, str) or kind not in EMBEDS:
                 continue
+            if index == MOST_ITEMS:
+                raise BadRequest(f"A request can have at most {MOST_ITEMS} images, videos and audios", param="messages")
             uuid = part.get("uuid")
             yield Item(
                 index=index,
@@ -220,7 +240,10 @@ def derived_uuid(part: Json, where: str) -> str:
             raise BadRequest(f"{where}: {kind}.url must be a non-empty string", param="messages")
         return hashlib.sha256(url.encode(errors="surrogatepass")).hexdigest()
     # Python's default separators and ASCII escapes: engines and other proxies hash the same text.
-    return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
+    try:
+        return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
+    except RecursionError as e:
+        raise BadRequest(f"{where} is nested too deeply", param="messages") from e
 
 
 def group_items(items: Sequence[Item], urls: Sequence[str], *, batch_limit: int) -> list[Group]:

@@ -94,7 +94,7 @@ class HeldPair:
                 return Answer(whole, url, ())
             try:
                 params = msgspec.json.decode(whole.body, type=_PrefillAnswer).kv_transfer_params
-            except msgspec.DecodeError as e:
+            except (msgspec.DecodeError, RecursionError) as e:
                 raise EngineBroke(f"engine {url} broke off: its prefill answer is no JSON object") from e
             succeeded = True
             return for_decode(request.body, params)
@@ -120,7 +120,7 @@ def for_prefill(body: bytes) -> bytes:
 
 def for_decode(body: bytes, params: msgspec.Raw) -> bytes:
     """The client's request with the place of the cache; without one decode computes it again."""
-    if bytes(params) in (b"null", b"{}"):
+    if bytes(params).translate(None, b" \t\r\n") in (b"null", b"{}"):
         return body
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     return msgspec.json.encode(fields | {"kv_transfer_params": params})

@@ -213,8 +213,10 @@ class Admin:
         """POST /start_profile, /stop_profile: to every node of every role, with each one's answer."""
         path = request.url.path
 
+        nodes = self._registry.snapshot.nodes  # as they are now: one may be removed while others are asked
+
         async def one(url: str) -> dict[str, Any]:
-            role = self._registry.snapshot.nodes[url].role.name
+            role = nodes[url].role.name
             try:
                 status, text = await self._engines.post(url, path, self._key_of(url))
             except UpstreamError as e:

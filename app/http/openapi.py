@@ -59,6 +59,8 @@ def document() -> Schema:
             "/nodes/remove": {"post": _nodes_remove()},
             "/nodes/terminate": {"post": _nodes_terminate()},
             "/nodes/terminate_all": {"get": _nodes_terminate_all()},
+            "/start_profile": {"post": _profile("Begin profiling on every node of every role", "startProfile")},
+            "/stop_profile": {"post": _profile("End profiling on every node of every role", "stopProfile")},
             "/distserve/connection_warmup": {"post": _distserve("Connect all prefill and decode nodes", "warmUp")},
             "/distserve/gc": {"post": _distserve("Collect unused connections", "collect")},
             "/health": {"get": _health()},
@@ -237,7 +239,9 @@ def _nodes_add() -> Schema:
         ok=_answer("It is registered, and pending until its first good probe.", _literal("Added successfully")),
         errors=("400", "401", "403", "413", "503", "504"),
         description="With `status.models` the engine is not called: it may register before it listens. Without, it is "
-        "asked for its models. An update never touches running counts; a role or speed that is not given stays.",
+        "asked for its models. An update never touches running counts; a role or speed that is not given stays. "
+        "A role that the deployment can't use (Prefill where every node does both, Hybrid where prefill and decode "
+        "are separate) is refused with the reason.",
         security=_ADMIN,
         requestBody={"required": True, "content": _json(_ref("NodeRegistration"))},
     )
@@ -300,6 +304,19 @@ def _nodes_terminate_all() -> Schema:
     )
 
 
+def _profile(summary: str, identifier: str) -> Schema:
+    answers = {"type": "object", "additionalProperties": _ref("ProfileAnswer")}
+    return _operation(
+        "Nodes",
+        summary,
+        identifier,
+        ok=_answer("By node URL. At least one node took it; a failure of another stands beside it.", _json(answers)),
+        errors=("401", "403", "502", "503"),
+        description="The same call, without a body, to all nodes that are not gone, side by side.",
+        security=_ADMIN,
+    )
+
+
 def _distserve(summary: str, identifier: str) -> Schema:
     return _operation("Nodes", summary, identifier, ok={}, errors=("401", "403", "501"), security=_ADMIN)
 
@@ -308,9 +325,28 @@ def _distserve(summary: str, identifier: str) -> Schema:
 
 
 def _health() -> Schema:
-    body = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string", "enum": ["healthy"]}}}
+    states = {
+        "type": "object",
+        "properties": {state.value: {"type": "integer", "minimum": 1} for state in State},
+        "additionalProperties": False,
+        "description": "State -> how many nodes of the role are in it; no entry for none.",
+    }
+    body = _object(
+        ("status",),
+        status={"type": "string", "enum": ["healthy"]},
+        roles={
+            **_object(tuple(role.name for role in Role), **{role.name: states for role in Role}),
+            "additionalProperties": False,
+            "description": "With `detail` only, as this worker last read the registry.",
+        },
+    )
     return _operation(
-        "Health", "Whether this process lives", "health", ok=_answer("It does.", _json(body)), security=[]
+        "Health",
+        "Whether this process lives",
+        "health",
+        ok=_answer("It does.", _json(body)),
+        security=[],
+        parameters=[_query("detail", {"type": "string"}, "1 or true: how many nodes of each role are in which state.")],
     )
 
 
@@ -384,6 +420,12 @@ def _schemas() -> Schema:
             model={"type": "string", "minLength": 1, "description": "Decides to which nodes the request may go."},
             stream={"description": "true for a stream of events; read by the engine."},
         ),
+        "ProfileAnswer": _object(
+            ("role", "status", "answer"),
+            role={"type": "string", "enum": [role.name for role in Role]},
+            status={"type": "integer", "nullable": True, "description": "The node's own; null: it can't be reached."},
+            answer={"type": "string", "description": "What the node said, or why it can't be reached."},
+        ),
         "NodeRegistration": _object(
             ("url",),
             url=_node_url(),
@@ -419,7 +461,7 @@ def _schemas() -> Schema:
             state={"type": "string", "enum": [state.value for state in State]},
             reason={"type": "string", "description": "Why it is in this state."},
             role_name={"type": "string", "enum": [role.name for role in Role]},
-            static={"type": "boolean", "description": "Named by --nodes: never forgotten."},
+            static={"type": "boolean", "description": "Named by a setting such as --nodes: never forgotten."},
             registered_at_ms=instant,
             state_since_ms=instant,
             drain_until_ms={**instant, "nullable": True},

@@ -2,7 +2,7 @@
 
 Owns the hot connection, the worker's lease and the arithmetic between the local counts and Redis.
 It must not know HTTP or engines. Keys: unfinished, unfinished:<worker>, sessions, workers,
-latency:*, latency_mean, explored, last_success (through lua/).
+latency:*, latency_mean, explored, last_success, encoder_cursor, encoder_credit (through lua/).
 
 The rule everything here follows: **a worker never replays, it restates.** The local counts are the
 truth about this worker; after anything unclear (an error, a lost reply, a flush, a lease that ran
@@ -110,7 +110,7 @@ class Ledger:
         self._keeper: asyncio.Task[None] | None = None
         counting = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.version)
         self._acquire_keys = (*counting, keys.latency_mean, keys.explored)
-        self._encoders_keys = (*counting, keys.encoder_cursor, keys.encoder_credit)
+        self._encoders_keys = (*counting, keys.encoder_cursor, keys.encoder_credit, keys.nodes)
         # What the encoder policy goes by while Redis is away.
         self._cursor = self._draws.randrange(2**16)
         self._credits: dict[str, float] = {}
@@ -249,7 +249,14 @@ class Ledger:
         self._acquiring += 1
         assert self._pipeline is not None
         self._pipeline.submit(command, settle)
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            # Cancelled between the reply and this line: `settle` has counted, and nobody else will know.
+            if future.done() and not future.cancelled():
+                for url in future.result()[1]:
+                    self._release(url, None)
+            raise
 
     def _read_code(self, reply: Reply) -> Code | None:
         if isinstance(reply, Exception):
@@ -281,7 +288,8 @@ class Ledger:
         ]
         indices = self._encoder_policy(encoders, self._cursor, items)
         self._cursor = (self._cursor + items) % len(encoders)
-        self._credits = {url: encoder.credit for url, encoder in zip(pool.urls, encoders, strict=True)}
+        kept = {url: credit for url, credit in self._credits.items() if url in self._registry.snapshot.nodes}
+        self._credits = kept | {url: encoder.credit for url, encoder in zip(pool.urls, encoders, strict=True)}
         return [pool.urls[index] for index in indices]
 
     def _mean_latency_s(self, url: str) -> float | None:

@@ -47,6 +47,7 @@ class Snapshot:
         self.nodes: Mapping[str, Node] = dict(sorted((nodes or {}).items(), key=lambda item: (item[1].order, item[0])))
         self.engine_keys: Mapping[str, str] = dict(engine_keys or {})
         self._pools: dict[tuple[str, tuple[Role, ...]], Pool] = {}
+        self._served = frozenset((node.role, model) for node in self.nodes.values() for model in node.models)
 
     def __repr__(self) -> str:
         return f"<Snapshot version={self.version} nodes={len(self.nodes)}>"
@@ -68,7 +69,7 @@ class Snapshot:
 
     def serves(self, model: str, role: Role) -> bool:
         """Whether any node of `role`, in whatever state, has the model."""
-        return any(node.role == role and model in node.models for node in self.nodes.values())
+        return (role, model) in self._served
 
     def pool(self, model: str, *roles: Role) -> Pool:
         """The candidates, nodes of any of `roles` in registration order: ready ones, else pending ones as a

@@ -164,9 +164,10 @@ class FakeRegistry:
 
 
 class FakeEngines:
-    """Engines' own routes: a list of models or an exception by URL."""
+    """Engines' own routes: a list of models, an answer to a POST, or an exception by URL."""
 
     def __init__(self) -> None:
+        self.answers: dict[str, tuple[int, str] | Exception] = {}
         self.lists: dict[str, tuple[str, ...] | Exception] = {}
         self.refusals: dict[str, Exception] = {}
         self.calls: list[tuple[str, str, str | None]] = []
@@ -182,6 +183,14 @@ class FakeEngines:
         self.calls.append(("terminate", url, key))
         if url in self.refusals:
             raise self.refusals[url]
+
+    async def post(self, url: str, path: str, key: str | None) -> tuple[int, str]:
+        self.calls.append((path, url, key))
+        await asyncio.sleep(0)
+        answer = self.answers.get(url, (200, ""))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 @functools.cache

@@ -98,7 +98,8 @@ async def test_what_an_lmdeploy_api_server_posts_is_taken_as_it_is_and_without_a
     + [("PREFILL", Role.Prefill), ("2", Role.Prefill), (None, Role.Hybrid)],
 )
 async def test_role_by_number_or_name(role: Any, expected: Role) -> None:
-    world = World()
+    # Prefill is for deployments where prefill and decode are separate (tests/http/test_roles.py).
+    world = World(serving_strategy="DistServe" if expected is Role.Prefill else "Hybrid")
     await world.json("POST", "/nodes/add", {"url": A, "status": {"role": role, "models": ["m"]}})
     assert world.registry.calls[0][2] == expected
 
@@ -165,7 +166,7 @@ async def test_speed_of_minus_one_counts_as_not_given() -> None:
     assert world.registry.calls[0][4] is None
 
 
-@pytest.mark.parametrize("status", [None, {}, {"models": []}, {"role": 2}])
+@pytest.mark.parametrize("status", [None, {}, {"models": []}, {"role": 3}])
 async def test_without_models_the_engine_is_asked(status: Any) -> None:
     world = World()
     world.engines.lists = {A: ("x", "y")}

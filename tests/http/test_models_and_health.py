@@ -87,7 +87,8 @@ async def test_R96_health_is_green_whatever_is_away() -> None:
     [
         ("Hybrid", [(Role.Hybrid, State.READY)], None),
         ("Hybrid", [], "Hybrid"),
-        ("Hybrid", [(Role.Hybrid, State.PENDING), (Role.Hybrid, State.DOWN), (Role.Decode, State.READY)], "Hybrid"),
+        ("Hybrid", [(Role.Decode, State.READY)], None),
+        ("Hybrid", [(Role.Hybrid, State.PENDING), (Role.Hybrid, State.DOWN), (Role.Encode, State.READY)], "Hybrid"),
         ("DistServe", [(Role.Prefill, State.READY), (Role.Decode, State.READY)], None),
         ("DistServe", [(Role.Prefill, State.READY), (Role.Decode, State.ASLEEP)], "Decode"),
         ("DistServe", [(Role.Hybrid, State.READY)], "Prefill"),

@@ -42,6 +42,7 @@ class Worker:
         name: str,
         *,
         strategy: str = "min_expected_latency",
+        encoder_policy: str = "round_robin",
         lease_s: float = 8.0,
         timeout_s: float = 0.5,
         seed: int = 1,
@@ -56,6 +57,7 @@ class Worker:
             registry=self.registry,
             worker=name,
             strategy=strategy,
+            encoder_policy=encoder_policy,
             lease_s=lease_s,
             timeout_s=timeout_s,
             draws=random.Random(seed),
@@ -82,10 +84,16 @@ class Worker:
         return list(await asyncio.gather(*(self.ledger.acquire(of(model)) for _ in range(count))))
 
     async def add_ready(
-        self, url: str, *, speed: float | None = None, models: tuple[str, ...] = (MODEL,), key: str | None = None
+        self,
+        url: str,
+        *,
+        role: Role = Role.Hybrid,
+        speed: float | None = None,
+        models: tuple[str, ...] = (MODEL,),
+        key: str | None = None,
     ) -> None:
         """Register a node and say that a probe found it ready."""
-        await self.registry.add(url, role=Role.Hybrid, models=models, speed=speed, key=key)
+        await self.registry.add(url, role=role, models=models, speed=speed, key=key)
         assert await self.registry.set_state(self.registry.snapshot.nodes[url], State.READY)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from app.balancing import POLICIES
-from app.nodes import Node
+from app.balancing import ENCODER_POLICIES, POLICIES
+from app.nodes import Node, Role
 from app.store.keys import Keys
 from app.store.registry import node_to_fields
 from app.store.scripts import Arity, Code, Script, load_scripts, lua_directory
@@ -25,8 +25,11 @@ LUA = ROOT / "lua"
 SCRIPTS = load_scripts()
 FILES = {path.stem: path.read_text() for path in LUA.glob("*.lua")}
 POLICY_FILES = {path.stem: path.read_text() for path in (LUA / "policies").glob("*.lua")}
+ENCODER_POLICY_FILES = {path.stem: path.read_text() for path in (LUA / "policies" / "encoders").glob("*.lua")}
 README = (LUA / "README.md").read_text()
-ALL_FILES = sorted([*LUA.glob("*.lua"), *(LUA / "policies").glob("*.lua")])
+ALL_FILES = sorted(LUA.rglob("*.lua"))
+FRAMES = {"acquire": "acquire_random", "acquire_encoders": "acquire_encoders_round_robin"}
+"""Frame -> a script that is made with it."""
 
 each_file = pytest.mark.parametrize("name", sorted(FILES))
 each_script = pytest.mark.parametrize("name", sorted(SCRIPTS))
@@ -138,7 +141,7 @@ def test_a_header_says_what_a_caller_needs(name: str) -> None:
 
 @each_file
 def test_header_and_code_agree_on_keys_and_arguments(name: str) -> None:
-    script = SCRIPTS.get(name) or SCRIPTS["acquire_random"]
+    script = SCRIPTS[FRAMES.get(name, name)]
     bound = [value for value in bindings(FILES[name]).values() if re.match(r"(?:tonumber\()?(KEYS|ARGV)\[\d", value)]
     for word, arity in (("KEYS", script.keys), ("ARGV", script.args)):
         used = {int(n) for n in re.findall(rf"{word}\[(\d+)\]", code_of(FILES[name]))}
@@ -153,26 +156,35 @@ def test_header_and_code_agree_on_keys_and_arguments(name: str) -> None:
 def test_header_and_code_agree_on_the_codes(name: str) -> None:
     top = header(FILES[name])
     said = {int(n) for n in re.findall(r"(?:code:|,|^--\s+)\s*(\d+) [a-z]", top[top.index("RETURN") :], re.MULTILINE)}
-    returned = {int(n) for n in re.findall(r"return \{ (\d+)[, ]", code_of(FILES[name]))}
-    returned |= {int(n) for pair in re.findall(r"return \{ known and (\d+) or (\d+),", FILES[name]) for n in pair}
-    assert said == returned
+    assert said == codes_of(FILES[name])
     assert said <= {code.value for code in Code}
+
+
+def codes_of(text: str) -> set[int]:
+    """What a script's replies begin with."""
+    returned = {int(n) for n in re.findall(r"(?:return|local reply =) \{ (\d+)[, ]", code_of(text))}
+    return returned | {int(n) for pair in re.findall(r"return \{ known and (\d+) or (\d+),", text) for n in pair}
 
 
 @each_file
 def test_replies_have_a_fixed_length(name: str) -> None:
-    replies = [split_arguments(rest) for rest in re.findall(r"return \{ (.*)\}", code_of(FILES[name]))]
+    code = code_of(FILES[name])
+    replies = [split_arguments(rest) for rest in re.findall(r"(?:return|local reply =) \{ (.*)\}", code)]
     top = header(FILES[name])
     said = re.search(r"RETURN\s+\{([^}]*)\}", top)
     assert said is not None
-    assert {len(reply) for reply in replies} == {len(said[1].split(","))}
+    fields = said[1].split(",")
+    if fields[-1].strip() == "...":  # one more for each of something: the reply begins with what comes before
+        del fields[-2:]
+        assert len(re.findall(r"\breply\[3 \+ \w+\] =", code)) == 1
+    assert {len(reply) for reply in replies} == {len(fields)}
 
 
 @each_file
 def test_the_callers_named_are_those_that_call(name: str) -> None:
     top = header(FILES[name])
     named = re.findall(r"[\w/]+\.py", top[top.index("CALLER") :])
-    literal = "acquire_" if name == "acquire" else name
+    literal = f"{name}_" if name in FRAMES else name
     calling = set()
     for path in [*(ROOT / "app").rglob("*.py"), *(ROOT / "workers").rglob("*.py")]:
         constants = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
@@ -192,9 +204,21 @@ def test_a_policy_names_its_contract_and_its_twin(name: str) -> None:
     assert set(bindings(POLICY_FILES[name])) >= {"READS_LATENCY"}
 
 
+@pytest.mark.parametrize("name", sorted(ENCODER_POLICY_FILES))
+def test_an_encoder_policy_names_its_contract_and_its_twin(name: str) -> None:
+    text = ENCODER_POLICY_FILES[name]
+    assert text.startswith(f"-- Encoder policy {name}: ")
+    assert "assign(nodes, start, item) -> index" in header(text)
+    assert "Twin: app/balancing/encoders.py" in header(text)
+    assert "redis." not in code_of(text)
+    assert set(bindings(text)) >= {"MOVES_CURSOR", "KEEPS_CREDIT"}
+
+
 def test_every_policy_has_its_script_and_its_twin() -> None:
     assert set(POLICY_FILES) == set(POLICIES)
-    assert set(SCRIPTS) == (set(FILES) - {"acquire"}) | {f"acquire_{name}" for name in POLICIES}
+    assert set(ENCODER_POLICY_FILES) == set(ENCODER_POLICIES)
+    composed = {f"acquire_{name}" for name in POLICIES} | {f"acquire_encoders_{name}" for name in ENCODER_POLICIES}
+    assert set(SCRIPTS) == (set(FILES) - set(FRAMES)) | composed
 
 
 # --- house rules ----------------------------------------------------------------------------------
@@ -347,15 +371,15 @@ def test_the_page_has_every_script_with_its_codes_and_callers() -> None:
     for name, text in FILES.items():
         top = header(text)
         codes = {int(n) for n in rows[f"{name}.lua"][2].split()}
-        returned = {int(n) for n in re.findall(r"return \{ (\d+)[, ]", code_of(text))}
-        returned |= {int(n) for pair in re.findall(r"return \{ known and (\d+) or (\d+),", text) for n in pair}
-        assert codes == returned, name
+        assert codes == codes_of(text), name
         assert set(ticked(rows[f"{name}.lua"][3])) == set(re.findall(r"[\w/]+\.py", top[top.index("CALLER") :])), name
 
 
 def test_the_page_has_every_policy() -> None:
     rows = {ticked(row[0])[0]: ticked(row[2])[0] for row in table("policy", "chooses", "twin")}
     assert rows == {f"policies/{name}.lua": f"app/balancing/{name}.py" for name in POLICIES}
+    rows = {ticked(row[0])[0]: ticked(row[2])[0] for row in table("encoder policy", "gives an item to", "twin")}
+    assert rows == {f"policies/encoders/{name}.lua": "app/balancing/encoders.py" for name in ENCODER_POLICIES}
 
 
 def test_the_page_has_every_code() -> None:
@@ -373,6 +397,13 @@ async def test_the_pages_commands_work_and_no_key_is_missing_from_it(own_redis: 
             ticket.release(succeeded=ticket.url == url)
         await worker.take(1)
         await worker.registry.run("hold_lease", [worker.keys.prober], [name, 60_000])
+        await worker.add_ready("http://10.0.0.7:23333", role=Role.Encode)
+        for policy in ("round_robin", "weighted"):
+            async with Worker(space.url, "default", policy, encoder_policy=policy) as encoding:
+                for ticket in await encoding.ledger.acquire_encoders(
+                    lambda snapshot: snapshot.pool("m", Role.Encode), 1
+                ):
+                    ticket.release(succeeded=False)
         await aeventually(lambda: totals(space) == {url: 1} and space.cli("PUBSUB", "NUMSUB", space.key("events"))[1])
         for key, (type_, _, example) in KEY_ROWS.items():
             words = shlex.split(ticked(example)[0])

@@ -1,0 +1,158 @@
+"""Calling a node: the key that goes along, what a refusal tells the registry, answers that are read whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from app.dispatch.answer import EngineRequest, Whole
+from app.dispatch.caller import Caller
+from app.errors import EngineBroke, EngineRefused, EngineUnreachable, Headers
+from app.nodes import Node, Role
+from app.upstream.transport import Target, Timeouts
+from tests.dispatch.fakes import D0, E0, FakeRegistry, FakeResponse
+
+TIMEOUTS = Timeouts(1, 2, 3, 4)
+REQUEST = EngineRequest(b"POST", b"/v1/x?q=1", [(b"content-type", b"application/json")], b"body", "m")
+
+
+class FakeTransport:
+    def __init__(self, *script: Any) -> None:
+        self.script = list(script)
+        self.sent: list[tuple[str, bytes, bytes, Headers, bytes]] = []
+
+    async def send(
+        self,
+        target: Target,
+        method: bytes,
+        path: bytes,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: bytes,
+        t: Timeouts,
+    ) -> FakeResponse:
+        assert t == TIMEOUTS
+        self.sent.append((target.url, method, path, list(headers), body))
+        result = self.script.pop(0) if self.script else FakeResponse()
+        if isinstance(result, Exception):
+            raise result
+        assert isinstance(result, FakeResponse)
+        return result
+
+    async def close(self) -> None:
+        raise AssertionError("not the caller's")
+
+
+def caller_of(transport: FakeTransport, registry: FakeRegistry | None = None, key: str | None = None) -> Caller:
+    registry = registry or FakeRegistry(Node(D0, role=Role.Decode), Node(E0, role=Role.Encode))
+    return Caller(registry=registry, transport=transport, timeouts=TIMEOUTS, engine_key=key)  # type: ignore[arg-type]
+
+
+class Endless(FakeResponse):
+    async def read(self) -> bytes:
+        return b"x" * 10
+
+
+class Hanging(FakeResponse):
+    async def read(self) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+
+class Breaking(FakeResponse):
+    async def read(self) -> bytes:
+        raise EngineBroke("reset")
+
+
+async def test_a_request_is_sent_as_it_is() -> None:
+    transport = FakeTransport()
+    await caller_of(transport).send(D0, REQUEST)
+    assert transport.sent == [(D0, b"POST", b"/v1/x?q=1", REQUEST.headers, b"body")]
+
+
+@pytest.mark.parametrize(
+    ("node_key", "engine_key", "sent"),
+    [(None, None, b"client"), (None, "common", b"Bearer common"), ("own", "common", b"Bearer own")],
+)
+async def test_r83_a_nodes_own_key_goes_before_the_common_one_and_a_clients_passes_only_without_both(
+    node_key: str | None, engine_key: str | None, sent: bytes
+) -> None:
+    registry = FakeRegistry()
+    registry.set(Node(D0), keys={D0: node_key} if node_key else {})
+    transport = FakeTransport()
+    caller = caller_of(transport, registry, engine_key)
+    request = replace(REQUEST, headers=[(b"authorization", b"client"), (b"x", b"y")])
+    await caller.send(D0, request)
+    await caller.fetch(D0, request, limit_bytes=10)
+    for _, _, _, headers, _ in transport.sent:
+        assert [value for name, value in headers if name == b"authorization"] == [sent]
+        assert (b"x", b"y") in headers
+
+
+async def test_only_a_refusal_is_told_to_the_registry() -> None:
+    registry = FakeRegistry(Node(D0))
+    for failure, told in ((EngineUnreachable("dns"), []), (EngineRefused("refused"), [D0])):
+        with pytest.raises(type(failure)):
+            await caller_of(FakeTransport(failure), registry).fetch(D0, REQUEST, limit_bytes=10)
+        assert registry.refusals == told
+
+
+async def test_an_answer_is_read_whole_and_can_be_read_again_like_any_other() -> None:
+    response = FakeResponse(418, headers=[(b"x-a", b"1")])
+    response.body = [b"ab", b"cd"]
+    whole = await caller_of(FakeTransport(response)).fetch(E0, REQUEST, limit_bytes=4)
+    assert (whole.url, whole.status, whole.headers, whole.body) == (E0, 418, [(b"x-a", b"1")], b"abcd")
+    assert [await whole.read() for _ in range(3)] == [b"abcd", b"", b""]
+    whole.close()
+    assert response.closed == 1
+
+
+async def test_an_empty_answer_is_read_as_empty() -> None:
+    assert await Whole("u", 204, [], b"").read() == b""
+
+
+async def test_an_answer_that_is_read_here_is_not_asked_for_compressed() -> None:
+    transport = FakeTransport()
+    caller = caller_of(transport)
+    request = replace(REQUEST, headers=[(b"accept-encoding", b"gzip, br"), (b"x", b"y")])
+    await caller.fetch(E0, request, limit_bytes=10)
+    await caller.send(D0, request)
+    assert transport.sent[0][3] == [(b"x", b"y"), (b"accept-encoding", b"identity")]
+    assert transport.sent[1][3] == request.headers
+
+
+async def test_an_answer_without_end_is_cut_off_at_the_limit() -> None:
+    response = Endless()
+    with pytest.raises(EngineBroke, match="longer than 25 bytes"):
+        await caller_of(FakeTransport(response)).fetch(E0, REQUEST, limit_bytes=25)
+    assert response.closed == 1
+
+
+async def test_an_answer_that_breaks_off_is_closed() -> None:
+    response = Breaking()
+    with pytest.raises(EngineBroke):
+        await caller_of(FakeTransport(response)).fetch(E0, REQUEST, limit_bytes=25)
+    assert response.closed == 1
+
+
+async def test_a_cancelled_fetch_closes_the_answer() -> None:
+    response = Hanging()
+    task = asyncio.create_task(caller_of(FakeTransport(response)).fetch(E0, REQUEST, limit_bytes=25))
+    await asyncio.sleep(0)
+    assert response.closed == 0
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert response.closed == 1
+
+
+async def test_addresses_are_kept_for_a_bounded_number_of_nodes() -> None:
+    transport = FakeTransport()
+    caller = caller_of(transport)  # two nodes: 2 * 2 + 16 is the bound
+    for n in range(100):
+        await caller.send(f"http://n{n}:1", REQUEST)
+    assert len(transport.sent) == 100
+    assert int(repr(caller).removeprefix("<Caller targets=").removesuffix(">")) <= 21

@@ -1,0 +1,203 @@
+"""Which roles work together: a table of deployments, each accepted or refused with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.dispatch.epd import Epd
+from app.dispatch.hybrid import Hybrid
+from app.dispatch.prefill_decode import PrefillDecode
+from app.dispatch.topology import Topology
+from app.errors import BadRequest, ConfigurationError
+from app.main import dispatcher, static_nodes
+from app.nodes import Role
+from app.settings import Settings
+
+E, P, D, H = ("http://e:1",), ("http://p:1",), ("http://d:1",), ("http://h:1",)
+NIXL = {"serving_strategy": "DistServe", "pd_protocol": "nixl"}
+
+
+def settings_of(**flags: Any) -> Settings:
+    return Settings.load(flags)
+
+
+ACCEPTED = [
+    # name, flags, split?, protocol, encoders expected?, roles that may register, roles that /ready waits for
+    ("nothing named", {}, False, "lmdeploy", False, "HDE", [{"H", "D"}]),
+    ("hybrid", {"nodes": H}, False, "lmdeploy", False, "HDE", [{"H", "D"}]),
+    ("E + hybrid", {"encode_servers_urls": E, "nodes": H}, False, "nixl", True, "HDE", [{"H", "D"}, {"E"}]),
+    ("E + PD", {"encode_servers_urls": E, "decode_servers_urls": D}, False, "nixl", True, "HDE", [{"H", "D"}, {"E"}]),
+    (
+        "E + PD, as vLLM's example says it",
+        {"encode_servers_urls": E, "prefill_servers_urls": ("disable",), "decode_servers_urls": D},
+        False,
+        "nixl",
+        True,
+        "HDE",
+        [{"H", "D"}, {"E"}],
+    ),
+    (
+        "E + PD + hybrid",
+        {"encode_servers_urls": E, "prefill_servers_urls": ("NONE",), "decode_servers_urls": D, "nodes": H},
+        False,
+        "nixl",
+        True,
+        "HDE",
+        [{"H", "D"}, {"E"}],
+    ),
+    ("E alone, the rest registers", {"encode_servers_urls": E}, False, "nixl", True, "HDE", [{"H", "D"}, {"E"}]),
+    ("PD alone", {"decode_servers_urls": D}, False, "lmdeploy", False, "HDE", [{"H", "D"}]),
+    (
+        "E + P + D",
+        {"encode_servers_urls": E, "prefill_servers_urls": P, "decode_servers_urls": D},
+        True,
+        "nixl",
+        True,
+        "PDE",
+        [{"P"}, {"D"}, {"E"}],
+    ),
+    (
+        "E + P + D, said twice",
+        {
+            "serving_strategy": "DistServe",
+            "encode_servers_urls": E,
+            "prefill_servers_urls": P,
+            "decode_servers_urls": D,
+        },
+        True,
+        "nixl",
+        True,
+        "PDE",
+        [{"P"}, {"D"}, {"E"}],
+    ),
+    (
+        "P + D",
+        {"prefill_servers_urls": P, "decode_servers_urls": D},
+        True,
+        "nixl",
+        False,
+        "PDE",
+        [{"P"}, {"D"}],
+    ),
+    ("P, decode registers", {"prefill_servers_urls": P}, True, "nixl", False, "PDE", [{"P"}, {"D"}]),
+    ("all register, NIXL", NIXL, True, "nixl", False, "PDE", [{"P"}, {"D"}]),
+    ("E, P and D register", {**NIXL, "encode_servers_urls": E}, True, "nixl", True, "PDE", [{"P"}, {"D"}, {"E"}]),
+    (
+        "LMDeploy's own DistServe",
+        {"serving_strategy": "DistServe"},
+        True,
+        "lmdeploy",
+        False,
+        "PDE",
+        [{"P"}, {"D"}],
+    ),
+    (
+        "a Mooncake consumer",
+        {"encode_servers_urls": E, "decode_servers_urls": D, "ec_consumer_zmq_addrs": ("tcp://d:2",)},
+        False,
+        "nixl",
+        True,
+        "HDE",
+        [{"H", "D"}, {"E"}],
+    ),
+]
+LETTERS = {"H": Role.Hybrid, "P": Role.Prefill, "D": Role.Decode, "E": Role.Encode}
+
+
+@pytest.mark.parametrize(
+    ("flags", "split", "protocol", "expects", "may", "needed"),
+    [row[1:] for row in ACCEPTED],
+    ids=[r[0] for r in ACCEPTED],
+)
+def test_r78_topologies_that_work(
+    flags: dict[str, Any], split: bool, protocol: str, expects: bool, may: str, needed: list[set[str]]
+) -> None:
+    topology = Topology.of(settings_of(**flags))
+    assert (topology.split, topology.protocol, topology.expects_encoders) == (split, protocol, expects)
+    assert [{role.name[0] for role in roles} for roles in topology.needed] == needed
+    for letter, role in LETTERS.items():
+        if letter in may:
+            topology.check(role)
+        else:
+            with pytest.raises(BadRequest, match=f"A {role.name} node can't be used while") as caught:
+                topology.check(role)
+            assert caught.value.param == "status.role"
+            # The reason names the setting that decides, and what may be registered instead.
+            assert "--serving-strategy" in caught.value.message
+            assert all(LETTERS[other].name in caught.value.message for other in may)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            {"serving_strategy": "DistServe", "prefill_servers_urls": ("disable",)},
+            "--prefill-servers-urls: disable means that prefill and decode run together",
+        ),
+        ({"serving_strategy": "DistServe", "nodes": H}, "--nodes are Hybrid nodes"),
+        ({"prefill_servers_urls": P, "decode_servers_urls": D, "nodes": H}, "--nodes are Hybrid nodes"),
+        ({"encode_servers_urls": E, "prefill_servers_urls": P, "nodes": H}, "--nodes are Hybrid nodes"),
+        (
+            {"prefill_servers_urls": P, "decode_servers_urls": D, "ec_consumer_zmq_addrs": ("tcp://d:2",)},
+            "--ec-consumer-zmq-addrs: pushed embeddings work only where prefill and decode run together",
+        ),
+        ({**NIXL, "ec_consumer_zmq_addrs": ("tcp://d:2",)}, "--ec-consumer-zmq-addrs"),
+        ({"encode_servers_urls": E, "decode_servers_urls": E}, "http://e:1 is named twice"),
+        ({"encode_servers_urls": E, "nodes": E}, "http://e:1 is named twice"),
+        ({"prefill_servers_urls": P, "decode_servers_urls": (*D, *P)}, "http://p:1 is named twice"),
+        ({"encode_servers_urls": (*E, *E), "decode_servers_urls": D}, "http://e:1 is named twice"),
+        ({"decode_servers_urls": ("http://D:1/",), "nodes": D}, "http://d:1 is named twice"),
+    ],
+)
+def test_r78_mixtures_that_can_not_work_are_refused_at_the_start_with_the_reason(
+    flags: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Topology.of(settings_of(**flags))
+    assert caught.value.message.startswith(words)
+
+
+def test_a_wrong_number_of_consumers_is_refused_at_the_start_too() -> None:
+    settings = settings_of(
+        encode_servers_urls=E, decode_servers_urls=D, ec_consumer_zmq_addrs=("tcp://d:2",), ec_consumer_dp_size=2
+    )
+    with pytest.raises(ConfigurationError, match="--ec-consumer-zmq-addrs"):
+        dispatcher(settings, registry=None, ledger=None, caller=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("flags", "outer", "inner"),
+    [
+        ({}, Epd, Hybrid),
+        ({"encode_servers_urls": E, "decode_servers_urls": D}, Epd, Hybrid),
+        ({"encode_servers_urls": E, "prefill_servers_urls": P, "decode_servers_urls": D}, Epd, PrefillDecode),
+        ({"prefill_servers_urls": P, "decode_servers_urls": D}, Epd, PrefillDecode),
+        (NIXL, Epd, PrefillDecode),
+    ],
+)
+def test_the_use_case_follows_the_topology(flags: dict[str, Any], outer: type, inner: type) -> None:
+    made: Any = dispatcher(settings_of(**flags), registry=None, ledger=None, caller=None)  # type: ignore[arg-type]
+    assert (type(made), type(made._inner)) == (outer, inner)
+
+
+@pytest.mark.parametrize(
+    ("flags", "nodes"),
+    [
+        ({"nodes": H}, {H[0]: Role.Hybrid}),
+        (
+            {"encode_servers_urls": E, "prefill_servers_urls": P, "decode_servers_urls": D},
+            {E[0]: Role.Encode, P[0]: Role.Prefill, D[0]: Role.Decode},
+        ),
+        (
+            {"encode_servers_urls": E, "prefill_servers_urls": ("none",), "decode_servers_urls": D, "nodes": H},
+            {E[0]: Role.Encode, D[0]: Role.Decode, H[0]: Role.Hybrid},
+        ),
+    ],
+)
+def test_the_nodes_that_are_named_get_their_roles(flags: dict[str, Any], nodes: dict[str, Role]) -> None:
+    settings = settings_of(**flags)
+    assert static_nodes(settings) == nodes
+    for role in nodes.values():
+        Topology.of(settings).check(role)
