@@ -140,9 +140,12 @@ class Prober:
         return f"<Prober {self._worker} nodes={len(self._records)} probing={running}>"
 
     async def run(self) -> None:
-        """Turn after turn, for ever; a change of the registry starts the next turn at once."""
+        """Turn after turn, until cancelled; a change of the registry starts the next turn at once."""
+        task = asyncio.current_task()
+        assert task is not None
         try:
-            while True:
+            # Not `while True`: under the client library's calls Python 3.11 can lose a cancellation.
+            while not task.cancelling():
                 self._awake.clear()
                 try:
                     if await self._hold_lease():

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import Server
 from uvicorn_worker import UvicornWorker
 
@@ -37,6 +37,7 @@ from app.settings import Settings
 logger = logging.getLogger("uvicorn.error")
 
 HEAD_LIMIT_BYTES = 64 * 1024  # request line and headers; httptools itself has no limit
+PIPELINED_AT_ONCE = 16  # requests of one connection that are read ahead; more wait in the socket
 HEARTBEAT_S = 1.0
 POLL_S = 0.05
 # An idle keep-alive connection may have a request under way to us. Kept open for this long, the request is
@@ -65,6 +66,7 @@ class Protocol(HttpToolsProtocol):
     and skips the body, so such a POST would arrive empty: it is read again without the offer.
     """
 
+    _cycles: tuple[RequestResponseCycle, ...] = ()  # running and waiting, in order
     _in_head = True
     _heads = 0  # complete heads seen on this connection
     _head_bytes = 0  # of the unfinished one
@@ -95,6 +97,10 @@ class Protocol(HttpToolsProtocol):
         self._in_head = False
         self._heads += 1
         super().on_headers_complete()
+        self._cycles = (*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle)
+        if 1 < len(self._cycles) <= PIPELINED_AT_ONCE:
+            # uvicorn stops reading behind the first pipelined request; an unread socket tells of no departure.
+            self.flow.resume_reading()
         if getattr(self.server_state, "stopping", False):
             self.cycle.keep_alive = False
 
@@ -103,6 +109,14 @@ class Protocol(HttpToolsProtocol):
             return
         self._in_head = True
         super().on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # uvicorn tells only the latest request; the one that runs is the first of a pipeline.
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         self._idle_since = time.monotonic()

@@ -105,7 +105,8 @@ class Stage:
         made = [self.make(**({"models": (self.model,)} | knobs)) for _ in range(count)]
         self.made += made
         for i, engine in enumerate(made):
-            self.deployment.add(engine, ready=False, **({"speed": speeds[i]} if speeds and speeds[i] else {}))
+            status: dict[str, Any] = {"speed": speeds[i]} if speeds and speeds[i] else {}
+            self.deployment.add(engine, ready=False, **status)
         if ready:
             self.deployment.wait_for_state("ready", *made)
             for other in self.masters[1:]:
@@ -153,8 +154,12 @@ class Stage:
                 eventually(lambda: not any(self.counts()) and not any(engine.in_flight for engine in self.made))
         finally:
             for engine in self.made:
-                with contextlib.suppress(OSError, http.client.HTTPException):
-                    self.deployment.post("/nodes/remove", {"url": engine.url})
+                eventually(lambda url=engine.url: self._removed(url))  # type: ignore[misc]
+
+    def _removed(self, url: str) -> bool:
+        reply = self.deployment.post("/nodes/remove", {"url": url})
+        assert reply.status == 200, reply
+        return True
 
 
 @contextlib.contextmanager
@@ -167,26 +172,28 @@ def staged(space: Space, masters: Sequence[Deployment], make: EngineFactory) -> 
 
 
 Scenario = Callable[[Stage], None]
-_SCENARIO = "evenhand_scenario"
+Outcomes = dict[str, Future[None]]
+_SCENARIO, _PLACE = "evenhand_scenario", "evenhand_place"
 
 
-def beside(scenario: Scenario) -> Callable[[dict[str, Future[None]]], None]:
-    """Make a test of a scenario that mostly waits: those of one file run beside each other, on one deployment.
+def beside(scenario: Scenario, *, on: str = "") -> Callable[[Outcomes], None]:
+    """Make a test of a scenario that mostly waits: those of one file run beside each other.
 
-    The file has a fixture `outcomes` that yields what `run_beside` returns.
+    The file has a fixture `outcomes` that yields from `run_beside`. `on` names the deployment, if there are several.
     """
 
-    def test(outcomes: dict[str, Future[None]]) -> None:
+    def test(outcomes: Outcomes) -> None:
         outcomes[scenario.__name__].result(0)
 
     setattr(test, _SCENARIO, scenario)
+    setattr(test, _PLACE, on)
     test.__doc__ = scenario.__doc__
     return test
 
 
 def run_beside(
-    request: pytest.FixtureRequest, space: Space, masters: Sequence[Deployment], loop: LoopThread
-) -> Iterator[dict[str, Future[None]]]:
+    request: pytest.FixtureRequest, place: Callable[[str], tuple[Space, list[Deployment]]], loop: LoopThread
+) -> Iterator[Outcomes]:
     """Run the scenarios of the file that were selected, all at once; they have ended when this yields."""
     made: list[SimulatedEngine] = []
 
@@ -194,17 +201,23 @@ def run_beside(
         made.append(SimulatedEngine(loop=loop, **options))
         return made[-1]
 
-    def run(scenario: Scenario) -> None:
-        stage = Stage(space, masters, make)
+    def run(scenario: Scenario, on: str) -> None:
+        stage = Stage(*place(on), make)
         scenario(stage)
         stage.close(alone=False)
 
-    tests = [item.function for item in request.session.items if getattr(item, "module", None) is request.module]
-    scenarios = [getattr(test, _SCENARIO) for test in tests if hasattr(test, _SCENARIO)]
-    with ThreadPoolExecutor(len(scenarios)) as pool:
-        outcomes = {scenario.__name__: pool.submit(run, scenario) for scenario in scenarios}
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    tests = [item.function for item in items if item.module is request.module and hasattr(item.function, _SCENARIO)]
+    places = {getattr(test, _PLACE) for test in tests}
+    spaces = [place(on)[0] for on in places]
+    with ThreadPoolExecutor(len(tests)) as pool:
+        outcomes = {}
+        for test in tests:
+            scenario = getattr(test, _SCENARIO)
+            outcomes[scenario.__name__] = pool.submit(run, scenario, getattr(test, _PLACE))
     yield outcomes
-    quiet_check(space, engines=made)
+    for space in spaces:
+        quiet_check(space, engines=made)
     for engine in made:
         engine.close()
 

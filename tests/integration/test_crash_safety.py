@@ -53,7 +53,7 @@ def test_r08_counts_of_a_killed_worker_are_given_back_and_no_others(stage: Stage
 
         os.kill(victim, signal.SIGKILL)
         killed_s = time.monotonic()
-        seen = []
+        seen: list[int] = []
         while not seen or seen[-1] != 15:
             seen.append(stage.counts(engine)[0])
             assert [stage.share(worker, engine) for worker in other_ids] == [5, 5, 5]
@@ -74,14 +74,14 @@ def test_r08_counts_of_a_killed_worker_are_given_back_and_no_others(stage: Stage
 def test_r08_counts_of_a_lost_host_end_with_its_lease(
     stage: Stage, deployment_factory: Callable[..., Deployment]
 ) -> None:
-    engine = stage.engine(gap_s=0.1, chunks=50)
+    engine = stage.engine(gap_s=0.1, chunks=42)
     lost = deployment_factory(1, redis=stage.space, settings=stage.deployment.settings)
     lost_streams = start(load.many(lost.url, 20, model=stage.model, stream=True))
     kept_streams = stage.many(10, stream=True)
     eventually(lambda: stage.counts(engine) == (30,))
     lost.kill()  # the master too: nobody on that host can give anything back
     killed_s = time.monotonic()
-    seen = []
+    seen: list[int] = []
     while not seen or seen[-1] != 10:
         seen.append(stage.counts(engine)[0])
         assert time.monotonic() - killed_s < LEASE_S + 3, seen[-1]
@@ -93,7 +93,7 @@ def test_r08_counts_of_a_lost_host_end_with_its_lease(
 
 
 def test_worker_frozen_for_longer_than_its_lease_counts_again_when_it_is_back(stage: Stage) -> None:
-    engine = stage.engine(gap_s=0.1, chunks=55)
+    engine = stage.engine(gap_s=0.1, chunks=48)
     sleeper, *others = stage.deployment.worker_pids()
     sleeper_id = stage.id_of(sleeper)
     with lanes(stage.deployment, sleeper, 10) as lane_list, lanes(stage.deployment, others[0], 5) as other_lanes:

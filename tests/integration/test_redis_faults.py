@@ -291,18 +291,18 @@ def test_r94_cancelled_calls_leave_no_reply_to_the_next_caller(roadside_stage: S
     engines = [stage.engine(models=(model,)) for model in models]
     road.delay_s = 0.1
     chance = random.Random(94)
-    moments = [chance.uniform(0, 0.15) for _ in range(500)]
+    moments = [chance.uniform(0, 0.15) for _ in range(300)]
     left = stage.many(
-        500, concurrency=100, each=lambda i: {"model": models[i % 4], "leave_after_s": moments[i]}
+        300, concurrency=100, each=lambda i: {"model": models[i % 4], "leave_after_s": moments[i]}
     ).result(30)
-    assert sum(answer.left for answer in left) > 200
+    assert sum(answer.left for answer in left) > 100
     for engine in engines:
         engine.forget()
     reads = [start(asked_nodes(stage.deployment.url, 25)) for _ in range(2)]
-    answers = stage.many(1000, concurrency=200, each=lambda i: {"model": models[i % 4]}).result(30)
+    answers = stage.many(600, concurrency=200, each=lambda i: {"model": models[i % 4]}).result(30)
     assert all(answer.ok for answer in answers)
     assert all(answer.json()["model"] == models[i % 4] for i, answer in enumerate(answers))
-    assert [len(engine.requests) for engine in engines] == [250] * 4
+    assert [len(engine.requests) for engine in engines] == [150] * 4
     for read in reads:
         for nodes in read.result(20):
             assert {url: node["models"] for url, node in nodes.items()} == {
@@ -313,6 +313,24 @@ def test_r94_cancelled_calls_leave_no_reply_to_the_next_caller(roadside_stage: S
 async def asked_nodes(url: str, times: int) -> list[dict[str, dict[str, object]]]:
     async with load.session() as client:
         return [await (await client.get(url + "/nodes/status")).json() for _ in range(times)]
+
+
+def test_r96_management_calls_succeed_right_after_all_connections_were_reset(
+    roadside_stage: Stage, road: TcpProxy
+) -> None:
+    # A restart, a failover and a firewall do this. An engine registers once in its life: it must not be refused
+    # because a connection that idled in some pool is dead.
+    stage = roadside_stage
+    engine = stage.engine()
+    for _ in range(3):
+        for _ in range(10):
+            assert stage.deployment.nodes()  # every worker has used its connection
+        road.cut()
+        eventually(lambda: readiness(stage.deployment) == {200}, within_s=3)
+        for _ in range(5):
+            reply = stage.deployment.post("/nodes/add", {"url": engine.url})
+            assert (reply.status, reply.text) == (200, '"Added successfully"')
+            assert engine.url in stage.deployment.nodes()
 
 
 def test_r97_failover_that_leaves_us_on_a_read_only_server(roadside_stage: Stage, road: TcpProxy) -> None:

@@ -20,7 +20,7 @@ import redis as redis_client
 
 from tests.integration.stage import EngineFactory, start
 from tests.support import load
-from tests.support.deployment import ROOT, Deployment
+from tests.support.deployment import ROOT, Deployment, Setting
 from tests.support.http import request
 from tests.support.process import Process, children, command
 from tests.support.redis import Space
@@ -37,12 +37,12 @@ def environment(**more: str) -> dict[str, str]:
     return inherited | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "100"} | more
 
 
-def evenhand(*words: str, within_s: float = 20, **more_environment: str) -> subprocess.CompletedProcess[str]:
+def evenhand(*words: str, **more_environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*EVENHAND, *words],
         capture_output=True,
         text=True,
-        timeout=within_s,
+        timeout=20,
         env=environment(**more_environment),
         check=False,
     )
@@ -51,7 +51,7 @@ def evenhand(*words: str, within_s: float = 20, **more_environment: str) -> subp
 @pytest.fixture(scope="module")
 def shared(redis_server: Any) -> Iterator[Deployment]:
     """For the management commands: it asks for an admin key from everybody."""
-    settings = {"admin_keys": ["head"], "trusted_nodes": "none", "probe_interval_s": 1}
+    settings: dict[str, Setting] = {"admin_keys": ["head"], "trusted_nodes": "none", "probe_interval_s": 1}
     with Deployment(2, redis=redis_server, namespace="commands", settings=settings) as deployment:
         yield deployment
         deployment.stop()
@@ -241,8 +241,10 @@ def test_gunicorn_alone_serves_by_environment_variables_and_an_engine_registers_
         eventually(lambda: "simulated engine at" in engine.log(), within_s=10)
         words = [sys.executable, "-m", "gunicorn", "-c", "workers/gunicorn.conf.py", "app.main:app"]
         gunicorn = Process(words, log_file=tmp_path / "gunicorn", env=env, cwd=ROOT)
-        eventually(lambda: status_of(port, "/ready") == 200, within_s=20)
+        eventually(lambda: status_of(port, "/health") == 200, within_s=20)
         assert len(children(gunicorn.pid)) == 2
+        eventually(lambda: nodes_of(port).get(fixed.url, {}).get("state") == "ready", within_s=5)
+        assert status_of(port, "/ready") == 200
         assert all(answer.ok for answer in start(load.many(url, 10)).result(10))
         ((itself, node),) = eventually(lambda: [n for n in nodes_of(port).items() if n[0] != fixed.url], within_s=8)
         assert (node["models"], node["speed"], node["role"]) == (["m1", "m2"], 3, 1)

@@ -15,6 +15,7 @@ from tests.integration.test_serving_shared import (
     chat_body,
     connected,
     in_chunks,
+    on_every_worker,
     openai_error,
     post_json,
     raw,
@@ -375,10 +376,14 @@ def test_r88_a_model_served_under_two_names_works(deployment: Deployment, engine
 def test_get_health_is_live_and_ready_tells_the_reason(deployment: Deployment, engine_factory: Factory) -> None:
     remove_nodes(deployment)
     assert deployment.get("/health").status == 200
-    empty = deployment.get("/ready")
-    assert empty.status == 503 and "node" in empty.text.lower(), empty
+
+    def not_ready() -> bool:
+        reply = deployment.get("/ready")
+        return reply.status == 503 and "node" in reply.text.lower()
+
+    on_every_worker(deployment, not_ready)
     deployment.add(engine_factory())
-    assert deployment.get("/ready").status == 200
+    on_every_worker(deployment, lambda: deployment.get("/ready").status == 200)
 
 
 # --- internal fields

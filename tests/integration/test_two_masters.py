@@ -6,11 +6,21 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from tests.integration.stage import EngineFactory, Fleet, Stage, beside, during, lanes, run_beside, staged, start
+from tests.integration.stage import (
+    EngineFactory,
+    Fleet,
+    Outcomes,
+    Stage,
+    beside,
+    during,
+    lanes,
+    run_beside,
+    staged,
+    start,
+)
 from tests.integration.test_strategies import counts_while_filling, served
 from tests.support import load
 from tests.support.deployment import Deployment
@@ -38,8 +48,8 @@ def stage(pair: Fleet, engine_factory: EngineFactory) -> Iterator[Stage]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, pair: Fleet, engine_loop: LoopThread) -> Iterator[dict[str, Any]]:
-    yield from run_beside(request, *pair.get(), engine_loop)
+def outcomes(request: pytest.FixtureRequest, pair: Fleet, engine_loop: LoopThread) -> Iterator[Outcomes]:
+    yield from run_beside(request, pair.get, engine_loop)
 
 
 def models_of(deployment: Deployment) -> list[str]:
@@ -223,7 +233,7 @@ def test_r20_engine_that_never_answers_slows_no_request_to_another(stage: Stage)
     eventually(lambda: stage.counts(hung) == (50,))
     quick = start(load.many(stage.urls, 200, model=fine_model, concurrency=50)).result(20)
     assert all(answer.ok for answer in quick)
-    assert max(answer.finished_s - answer.started_s for answer in quick if answer.finished_s) < 1.5
+    assert max(answer.finished_s - answer.started_s for answer in quick if answer.finished_s) < 2.5
     assert not waiting.done(), "the others must have been served beside those that hang"
     answers = waiting.result(20)
     assert {answer.status for answer in answers} == {504}

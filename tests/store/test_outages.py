@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,6 +243,27 @@ async def test_local_decisions_are_the_policys_on_local_counts(own_redis: Space)
         own_redis.server.resume()
         await aeventually(lambda: exact(own_redis, [worker]))
         assert len(tickets) == sum(totals(own_redis).values()) == 120
+
+
+async def test_local_decisions_know_the_latencies_of_this_worker(
+    own_redis: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now_s, time_ns=time.time_ns)
+    monkeypatch.setattr(ledger_module, "time", clock)
+    async with Worker(
+        own_redis.url, own_redis.namespace, "w1", strategy="min_observed_latency", timeout_s=TIMEOUT_S
+    ) as worker:
+        await worker.add_ready(A, models=("m", "only-a"))
+        await worker.add_ready(B, models=("m", "only-b"))
+        for model, latency_s in (("only-a", 0.5), ("only-b", 0.25)):
+            (ticket,) = await worker.take(model=model)
+            now_s += latency_s
+            ticket.release(succeeded=True)
+        own_redis.server.pause()
+        assert [ticket.url for ticket in await worker.take(20)] == [B] * 20
+        own_redis.server.resume()
+        await aeventually(lambda: exact(own_redis, [worker]))
 
 
 # --- the road -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 import pytest
@@ -66,6 +67,28 @@ async def test_the_loop_reaps_by_itself(redis: Space, monkeypatch: pytest.Monkey
         await aeventually(lambda: totals(redis) == {A: 2})
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_the_loop_ends_even_if_its_cancellation_is_lost(redis: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As asyncio.wait_for, under the client library, loses one on Python 3.11."""
+    monkeypatch.setattr(reaper_module, "LOOK_EVERY_S", 0.02)
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        reaper, reached = Reaper(worker.registry, worker.keys), asyncio.Event()
+        reap = reaper.reap
+
+        async def lose_one_cancellation() -> int:
+            monkeypatch.setattr(reaper, "reap", reap)
+            reached.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            return 0
+
+        monkeypatch.setattr(reaper, "reap", lose_one_cancellation)
+        task = asyncio.create_task(reaper.run())
+        await reached.wait()
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=2)
+        assert done
 
 
 async def test_many_dead_at_once_come_back_in_a_few_looks(redis: Space) -> None:
