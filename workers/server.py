@@ -44,10 +44,12 @@ POLL_S = 0.05
 # answered with `Connection: close`; closed at once, it would be a reset that the client can't tell from a crash.
 IDLE_LINGER_S = 0.5
 QUICK_GRACE_S = 1.0  # after SIGQUIT or SIGINT; gunicorn's master kills 2 s after asking
+# The app ends its streams a second before its deadline, so that is a second later than the grace time.
+LAST_WORDS_S = 1.0
 CANCEL_WAIT_S = 1.0  # for what cancelled requests do in their `finally`
 LIFESPAN_SHUTDOWN_S = 5.0
 # What the master must wait beyond the grace time so that it never kills a worker that keeps its own deadline.
-MASTER_MARGIN_S = CANCEL_WAIT_S + LIFESPAN_SHUTDOWN_S + 2.0
+MASTER_MARGIN_S = LAST_WORDS_S + CANCEL_WAIT_S + LIFESPAN_SHUTDOWN_S + 2.0
 
 READY_FD_VARIABLE = "EVENHAND_READY_FD"
 
@@ -56,6 +58,16 @@ class HeadTooLarge(EvenhandError):
     status = 431
     type = "invalid_request_error"
     code = "head_too_large"
+
+
+class CloseDelimited(int):
+    """What uvicorn's count of the bytes that are still to come takes for a body of any length."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> CloseDelimited:
+        return self
 
 
 class Protocol(HttpToolsProtocol):
@@ -97,6 +109,10 @@ class Protocol(HttpToolsProtocol):
         self._in_head = False
         self._heads += 1
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            # uvicorn would send chunks, which HTTP/1.0 does not have: there a body ends with the connection.
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = CloseDelimited()
         self._cycles = (*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle)
         if 1 < len(self._cycles) <= PIPELINED_AT_ONCE:
             # uvicorn stops reading behind the first pipelined request; an unread socket tells of no departure.
@@ -228,7 +244,8 @@ class GracefulServer(Server):
         return self._deadline
 
     def _set_deadline(self) -> None:
-        deadline = time.monotonic() + self._grace_s
+        margin_s = LAST_WORDS_S if self._grace_s > QUICK_GRACE_S else 0.0
+        deadline = time.monotonic() + self._grace_s + margin_s
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
         begin_shutdown = getattr(self._app, "begin_shutdown", None)
         if begin_shutdown is not None:

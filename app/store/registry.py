@@ -24,6 +24,7 @@ import msgpack
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 
 from app.errors import StoreUnavailable
@@ -113,7 +114,8 @@ class Registry:
             decode_responses=True,
             socket_timeout=timeout_s * 2,
             socket_connect_timeout=timeout_s * 2,
-            retry=Retry(NoBackoff(), 0),
+            # Once, and only for a pooled connection that Redis had closed meanwhile: these calls may run twice.
+            retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
             max_connections=8 * CALLS_AT_ONCE,  # not only for this module: 64 probes ask beside it
         )
         self._timeout_s = timeout_s

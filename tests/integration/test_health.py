@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.stage import EngineFactory, Fleet, Outcomes, Stage, beside, during, run_beside, staged
+from tests.integration.stage import EngineFactory, Fleet, Outcomes, Stage, beside, during, run_beside, staged, stages
 from tests.integration.test_strategies import served
 from tests.support.deployment import Deployment, Setting
 from tests.support.engine import SimulatedEngine
@@ -26,6 +26,9 @@ SETTINGS: dict[str, Setting] = {
 DOWN_WITHIN_S = DOWN_AFTER * (INTERVAL_S + TIMEOUT_S) + 1
 
 
+pytestmark = pytest.mark.timeout(180)  # the first test of the scenarios waits for all of them
+
+
 @pytest.fixture(scope="module")
 def fleet(redis_server: PrivateRedis) -> Iterator[Fleet]:
     fleet = Fleet(redis_server, workers=2, settings=SETTINGS)
@@ -41,7 +44,7 @@ def stage(fleet: Fleet, engine_factory: EngineFactory) -> Iterator[Stage]:
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, fleet: Fleet, engine_loop: LoopThread) -> Iterator[Outcomes]:
-    yield from run_beside(request, fleet.get, engine_loop)
+    yield from run_beside(request, stages(fleet.get, engine_loop))
 
 
 def states(stage: Stage) -> dict[str, str]:
@@ -237,8 +240,8 @@ def test_r29_starts_with_a_configured_node_down_and_uses_it_once_it_is_up(stage:
 
 def test_r29_without_any_node_all_answers_are_clean(stage: Stage) -> None:
     deployment = stage.deployment  # it was started with none, and that is how the other tests leave it
-    assert deployment.get("/v1/models").json() == {"object": "list", "data": []}
-    assert deployment.nodes("?all=1") == {}
+    eventually(lambda: deployment.get("/v1/models").json() == {"object": "list", "data": []}, within_s=1)
+    eventually(lambda: deployment.nodes("?all=1") == {}, within_s=1)
     reply = deployment.post("/v1/chat/completions", {"model": "any", "messages": []})
     assert reply.status == 503
     assert reply.json()["error_code"] == 10401

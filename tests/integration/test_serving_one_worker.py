@@ -169,7 +169,7 @@ def test_r52_an_engine_that_closes_idle_connections_costs_no_request(
     deployment: Deployment, engine: SimulatedEngine
 ) -> None:
     engine.set(idle_close_s=0.1, chunks=1)
-    answers = asyncio.run(_paced(deployment.url, clients=20, each=20, pause_s=[0.09, 0.095, 0.099, 0.1, 0.101, 0.105]))
+    answers = asyncio.run(_paced(deployment.url, clients=30, each=12, pause_s=[0.09, 0.095, 0.099, 0.1, 0.101, 0.105]))
     _once_each(engine, answers)
     assert max(record.nth for record in engine.requests) > 1, "no connection was kept at all"
 

@@ -280,10 +280,12 @@ async def test_r09_acquires_cancelled_over_a_slow_road_leave_nothing(redis: Spac
             await made[0].add_ready(url)
         (running,) = await made[1].take()
         slow_road.delay_s = 0.2
+        staying = asyncio.create_task(made[0].take(20))
         came = await cancelled_at_random(lambda: made[0].ledger.acquire(of()), 400, 0.4, seed=9)
         tickets = [ticket for ticket in came if not isinstance(ticket, BaseException)]
-        assert 50 < len(tickets) < 350, "the cancellations must fall before and after the replies"
+        assert len(tickets) < 350, "the cancellations must fall before the replies too"
         assert all(isinstance(e, asyncio.CancelledError) for e in came if isinstance(e, BaseException))
+        tickets += await staying
         # The client goes while the release is under way: nothing waits for it, so nothing can cancel it.
         give_back(tickets, succeeded=True)
         assert made[0].ledger.counts == {}
@@ -335,7 +337,7 @@ async def test_a_restate_waits_for_the_acquires_in_flight_and_later_ones_wait_fo
         await worker.take(2)
         slow_road.delay_s = 0.1
         before = asyncio.create_task(worker.take(5))
-        await asyncio.sleep(0)
+        await aeventually(lambda: worker.ledger._acquiring == 5)
         worker.ledger._restate_soon()
         after = asyncio.create_task(worker.take(3))
         await before

@@ -177,6 +177,17 @@ async def test_r99_scripts_flushed_in_mid_traffic(own_redis: Space, attempts: li
         await now.is_exact()
 
 
+async def test_a_decision_after_the_scripts_were_lost_is_a_shared_one(own_redis: Space) -> None:
+    async with workers(own_redis, 2) as (w1, w2):
+        await w1.add_ready(A, models=("m", "only-a"))
+        await w1.add_ready(B)
+        await w2.registry.refresh()
+        await w1.take(10, model="only-a")
+        own_redis.cli("SCRIPT", "FLUSH")
+        assert [ticket.url for ticket in await w2.take(10)] == [B] * 10
+        assert totals(own_redis) == {A: 10, B: 10}
+
+
 async def test_r97_demoted_to_a_read_only_replica(own_redis: Space) -> None:
     async with AsyncExitStack() as stack:
         now = await scene(stack, own_redis)
@@ -380,6 +391,8 @@ async def test_a_worker_that_was_given_up_restates_at_its_next_call(redis: Space
         tickets = await w1.take(4)
         await w2.registry.refresh()
         await w2.take()
+        if first_call != "renewal":
+            w1.ledger._keeper.cancel()  # type: ignore[union-attr]
         redis.cli("ZADD", redis.key("workers"), "1", "w1")
         assert await Reaper(w2.registry, w2.keys).reap() == 4
         expected = {"acquire": 5, "release": 3, "renewal": 4}[first_call]
@@ -389,6 +402,18 @@ async def test_a_worker_that_was_given_up_restates_at_its_next_call(redis: Space
             tickets.pop().release(succeeded=False)
         await aeventually(lambda: totals(redis) == {A: expected + 1})
         assert ledger_of(redis, "w1") == {A: expected}
+
+
+async def test_a_worker_that_was_given_up_decides_with_the_others_counts_at_once(redis: Space) -> None:
+    async with workers(redis, 2) as (w1, w2):
+        await w1.add_ready(A, models=("m", "only-a"))
+        await w1.add_ready(B)
+        await w2.registry.refresh()
+        await w2.take(10, model="only-a")
+        redis.cli("ZADD", redis.key("workers"), "1", "w1")
+        await Reaper(w2.registry, w2.keys).reap()
+        assert [ticket.url for ticket in await w1.take(10)] == [B] * 10
+        assert totals(redis) == {A: 10, B: 10}
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,19 @@ async def test_many_dead_at_once_come_back_in_a_few_looks(redis: Space) -> None:
         assert totals(redis) == {A: 1}
 
 
+async def test_who_renewed_in_the_last_moment_is_spared(redis: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        await worker.add_ready(A)
+        await worker.take(2)
+
+        async def as_it_was_before_the_renewal(*_: object, **__: object) -> list[str]:
+            return ["w1"]
+
+        monkeypatch.setattr(worker.registry.redis, "zrangebyscore", as_it_was_before_the_renewal)
+        assert await Reaper(worker.registry, worker.keys).reap() == 0
+        assert exact(redis, [worker])
+
+
 async def test_the_master_gives_a_dead_child_back_at_once(redis: Space) -> None:
     async with workers(redis, 2) as (w1, w2):
         await w1.add_ready(A)
