@@ -55,8 +55,7 @@ class Fleet:
         self._running: dict[str, tuple[Space, list[Deployment]]] = {}
         self._lock = threading.Lock()
 
-    def get(self, name: str = "", **settings: Any) -> tuple[Space, list[Deployment]]:
-        """`settings` go over those of the fleet; they belong to the name."""
+    def get(self, name: str = "") -> tuple[Space, list[Deployment]]:
         self.server.ensure_running()
         with self._lock:
             held = self._running.get(name)
@@ -65,7 +64,6 @@ class Fleet:
                     _close(held[1])
                 space = Space(self.server, f"t{secrets.token_hex(6)}")
                 options = {"redis": space, "namespace": space.namespace, **self._options}
-                options["settings"] = {**options.get("settings", {}), **settings}
                 self._running[name] = space, [Deployment(**options) for _ in range(self._masters)]
             return self._running[name]
 

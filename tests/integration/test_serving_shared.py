@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import resource
 import secrets
 import socket
 import ssl
@@ -55,14 +56,16 @@ class Deployments:
         self._server = server
         self._made: dict[str, Deployment] = {}
 
-    def get(self, workers: int, **options: Any) -> Deployment:
+    def get(self, workers: int, *, open_files: int | None = None, **options: Any) -> Deployment:
+        """`open_files`: the soft limit that it is started under."""
         self._server.ensure_running()
-        name = json.dumps([workers, options], sort_keys=True)
+        name = json.dumps([workers, open_files, options], sort_keys=True)
         made = self._made.get(name)
         if made is None or made.process is None or not made.process.running:
             if made is not None:
                 made.close()
-            made = Deployment(workers, redis=Space(self._server, f"t{secrets.token_hex(6)}"), **options)
+            with _soft_limit(open_files):
+                made = Deployment(workers, redis=Space(self._server, f"t{secrets.token_hex(6)}"), **options)
             self._made[name] = made
         return made
 
@@ -77,6 +80,16 @@ class Deployments:
                 deployment.close()
         left = [line for deployment in made for line in deployment.left_behind]
         assert not left, f"processes left behind: {left}"
+
+
+@contextlib.contextmanager
+def _soft_limit(open_files: int | None) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files or before[0], before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def _stop(deployment: Deployment) -> None:

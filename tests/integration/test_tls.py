@@ -61,7 +61,7 @@ def tls_deployment(
     }
     redis_server.ensure_running()
     space = Space(redis_server, f"t{secrets.token_hex(6)}")
-    with Deployment(2, redis=space, settings={"ssl": True, "api_keys": KEY}, env=env) as deployment:
+    with Deployment(1, redis=space, settings={"ssl": True, "api_keys": KEY}, env=env) as deployment:
         yield deployment
         deployment.stop()
         assert not deployment.left_behind
