@@ -159,8 +159,13 @@ class Stage:
             else:
                 eventually(lambda: not any(self.counts()) and not any(engine.in_flight for engine in self.made))
         finally:
-            for engine in self.made:
-                eventually(lambda url=engine.url: self._removed(url))  # type: ignore[misc]
+            self.leave()
+
+    def leave(self) -> None:
+        """Remove the test's nodes; nothing to do if they are removed."""
+        while self.made:
+            eventually(lambda: self._removed(self.made[-1].url))
+            self.made.pop()
 
     def _removed(self, url: str) -> bool:
         reply = self.deployment.post("/nodes/remove", {"url": url})
@@ -277,6 +282,7 @@ def stages(get: Callable[[str], tuple[Space, list[Deployment]]], loop: LoopThrea
             yield stage
             stage.close(alone=False)
         finally:
+            stage.leave()
             for engine in made:
                 engine.close()
 

@@ -15,7 +15,7 @@ from tests.support.loop import LoopThread
 from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
 
-INTERVAL_S, TIMEOUT_S, DOWN_AFTER, BUSY_GRACE_S, EXPIRATION_S = 1.0, 0.5, 3, 1.5, 2.0
+INTERVAL_S, TIMEOUT_S, DOWN_AFTER, BUSY_GRACE_S, EXPIRATION_S = 1.0, 0.5, 3, 1.5, 4.0
 SETTINGS: dict[str, Setting] = {
     "probe_interval_s": INTERVAL_S,
     "probe_timeout_s": TIMEOUT_S,

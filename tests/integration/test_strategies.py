@@ -123,7 +123,7 @@ def test_r04_count_survives_probes_registration_and_speed_update(expected: Stage
 
 
 def test_r10_each_worker_sees_the_load_of_the_others(expected: Stage) -> None:
-    first, second = expected.engines(2, gap_s=0.1, chunks=15)
+    first, second = expected.engines(2, gap_s=0.1, chunks=22)
     expected.deployment.post("/nodes/remove", {"url": second.url})
     one, *others = expected.deployment.worker_pids()
     assert len(others) == 3

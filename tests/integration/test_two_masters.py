@@ -74,7 +74,7 @@ def test_r01_burst_over_two_masters_splits_exactly(stage: Stage) -> None:
 
 
 def test_r02_streams_of_one_worker_count_at_once_for_all_others(stage: Stage) -> None:
-    first, second = stage.engines(2, gap_s=0.1, chunks=15)
+    first, second = stage.engines(2, gap_s=0.1, chunks=20)
     here, there = stage.masters
     here.post("/nodes/remove", {"url": second.url})
     with lanes(here, here.worker_pids()[0], 20) as busy, lanes(there, there.worker_pids()[0], 1) as (other,):
@@ -91,7 +91,7 @@ def test_r02_streams_of_one_worker_count_at_once_for_all_others(stage: Stage) ->
 
 @beside
 def test_total_of_a_node_is_the_sum_of_all_ledgers(stage: Stage) -> None:
-    engines = stage.engines(2, gap_s=0.1, chunks=12)
+    engines = stage.engines(2, gap_s=0.1, chunks=25)
     streams = stage.many(21, stream=True)
     eventually(lambda: sum(stage.counts()) == 21)
     assert sorted(stage.counts()) == [10, 11]
@@ -152,7 +152,7 @@ def test_r87_changed_speed_counts_for_every_worker_within_a_second(stage: Stage)
 @beside
 def test_second_registration_of_a_node_through_another_host_updates_it(stage: Stage) -> None:
     here, there = stage.masters
-    engine = stage.engine(gap_s=0.1, chunks=12, speed=2)
+    engine = stage.engine(gap_s=0.1, chunks=30, speed=2)
     streams = stage.many(10, stream=True)
     eventually(lambda: stage.counts(engine) == (10,))
     status = {"models": [stage.model, f"{stage.model}-b"], "role": 1, "speed": 5}
@@ -169,7 +169,7 @@ def test_second_registration_of_a_node_through_another_host_updates_it(stage: St
 
 @beside
 def test_r32_drain_finishes_what_runs_and_takes_nothing_new(stage: Stage) -> None:
-    leaving, staying = stage.engines(2, gap_s=0.1, chunks=20)
+    leaving, staying = stage.engines(2, gap_s=0.1, chunks=35)
     here, there = stage.masters
     here.post("/nodes/remove", {"url": staying.url})
     streams = start(load.many(here.url, 10, model=stage.model, stream=True))
@@ -203,7 +203,7 @@ def test_r32_drained_node_leaves_at_the_deadline_at_the_latest(stage: Stage) -> 
 
 @beside
 def test_r32_immediate_removal_stays_possible_and_cuts_nothing(stage: Stage) -> None:
-    engine = stage.engine(gap_s=0.1, chunks=12)
+    engine = stage.engine(gap_s=0.1, chunks=30)
     streams = stage.many(5, stream=True)
     eventually(lambda: stage.counts(engine) == (5,))
     reply = stage.masters[1].post("/nodes/remove", {"url": engine.url})
@@ -215,7 +215,7 @@ def test_r32_immediate_removal_stays_possible_and_cuts_nothing(stage: Stage) -> 
 
 @beside
 def test_r32_node_that_comes_back_right_after_its_removal_has_the_right_count(stage: Stage) -> None:
-    engine = stage.engine(gap_s=0.1, chunks=15)
+    engine = stage.engine(gap_s=0.1, chunks=35)
     streams = stage.many(5, stream=True)
     eventually(lambda: stage.counts(engine) == (5,))
     stage.deployment.post("/nodes/remove", {"url": engine.url})
