@@ -140,6 +140,7 @@ def test_workers_killed_in_turn_under_load_leave_nothing_counted(stage: Stage) -
             os.kill(pid, signal.SIGKILL)
             eventually(lambda worker=worker: worker not in stage.worker_ids(), within_s=LEASE_S + 3)  # type: ignore[misc]
             eventually(lambda: len(stage.worker_ids()) == 4, within_s=5)  # the new one has joined
+    assert {answer.status for answer in traffic.answers} <= {0, 200}, "a worker serves from its first request on"
     assert sum(answer.done for answer in traffic.answers) > len(traffic.answers) / 2
     eventually(lambda: stage.counts() == (0, 0), within_s=2)
     assert [engine.in_flight for engine in engines] == [0, 0]

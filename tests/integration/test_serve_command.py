@@ -202,7 +202,7 @@ def test_r33_disable_cache_status_forgets_the_registry_with_the_whole_deployment
     deployment.start()
     deployment.wait_for_state("ready", fixed)
     assert list(deployment.nodes("?all=1")) == [fixed.url]
-    assert [model["id"] for model in deployment.get("/v1/models").json()["data"]] == ["c"]
+    eventually(lambda: [m["id"] for m in deployment.get("/v1/models").json()["data"]] == ["c"], within_s=1)
     # One worker that starts anew is no new start of the deployment.
     deployment.add(added)
     killed = deployment.kill_worker()
@@ -234,8 +234,9 @@ def test_gunicorn_alone_serves_by_environment_variables_and_an_engine_registers_
     eventually(lambda: status_of(port, "/health") == 200, within_s=20)
     assert len(children(gunicorn.pid)) == 2
     eventually(lambda: nodes_of(port).get(fixed.url, {}).get("state") == "ready", within_s=5)
-    assert status_of(port, "/ready") == 200
-    assert all(answer.ok for answer in start(load.many(url, 10)).result(10))
+    eventually(lambda: status_of(port, "/ready") == 200, within_s=1)
+    answers = start(load.many(url, 10)).result(10)
+    assert all(answer.ok for answer in answers), [(answer.status, answer.body) for answer in answers]
     ((itself, node),) = eventually(lambda: [n for n in nodes_of(port).items() if n[0] != fixed.url], within_s=8)
     assert (node["models"], node["speed"], node["role"]) == (["m1", "m2"], 3, 1)
     assert itself in engine.log()

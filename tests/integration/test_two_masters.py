@@ -272,3 +272,15 @@ def test_probing_goes_on_when_the_prober_dies(stage: Stage) -> None:
     for master in stage.masters:
         master.wait_for_workers(2, without=[pid])
         assert master.get("/health").status == 200
+
+
+def test_probing_goes_on_at_once_when_the_prober_stops_properly(stage: Stage) -> None:
+    holder = stage.space.cli("GET", stage.space.key("prober"))
+    (pid,) = [pid for master in stage.masters for pid in master.worker_pids() if str(pid) == holder.split("-")[-2]]
+    os.kill(pid, signal.SIGTERM)  # as when it is recycled
+    eventually(lambda: holder not in stage.worker_ids(), within_s=5)
+    engine = stage.engine(ready=False)
+    # The first probe of a node comes within a second; a lease that nobody gave back holds it up for longer.
+    eventually(lambda: stage.state(engine) == "ready", within_s=1.5)
+    for master in stage.masters:
+        master.wait_for_workers(2, without=[pid])

@@ -30,7 +30,7 @@ def test_the_candidates_are_the_ready_nodes_in_order_of_registration() -> None:
 def test_only_ready_and_pending_nodes_are_candidates(state: State) -> None:
     with pytest.raises(NoNodeAvailable, match="alive") as caught:
         snapshot(node(A, state)).pool("m", Role.Hybrid)
-    assert caught.value.retry_after_s == 1
+    assert 1 <= (caught.value.retry_after_s or 0) <= 60
     assert snapshot(node(A, state), node(B, State.PENDING)).pool("m", Role.Hybrid).urls == (B,)
 
 
