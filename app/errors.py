@@ -29,19 +29,19 @@ class EvenhandError(Exception):
     Args:
         message: one sentence for the person who reads the answer; never holds a key or a body.
         param: name of the offending request field, if there is one.
-        retry_after_s: what `Retry-After` should say; whole seconds, at most 60.
+    `retry_after_s` is what `Retry-After` says: whole seconds, at most 60.
     """
 
     status = 500
     type = "server_error"
     code: str | None = "internal_error"
     lmdeploy_code: LmdeployCode | None = None
+    retry_after_s: int | None = None
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
-        self.retry_after_s = retry_after_s
 
 
 class ConfigurationError(EvenhandError):
@@ -101,24 +101,25 @@ class NotBuilt(EvenhandError):
     code = "not_implemented"
 
 
+RETRY_AFTER_DOWN_S = 2
+"""An engine that restarts is back after two probes. The `openai` SDK asks three times in all: this way the
+third comes after four seconds, not after one and a half."""
+
+
 class NoNodeAvailable(EvenhandError):
     """No node at all, or none alive for a known model."""
 
     status = 503
     code = "no_node_available"
     lmdeploy_code = LmdeployCode.SERVICE_UNAVAILABLE
-
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = 1) -> None:
-        super().__init__(message, param=param, retry_after_s=retry_after_s)
+    retry_after_s = RETRY_AFTER_DOWN_S
 
 
 class ShuttingDown(EvenhandError):
     status = 503
     code = "shutting_down"
     lmdeploy_code = LmdeployCode.SERVICE_UNAVAILABLE
-
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = 1) -> None:
-        super().__init__(message, param=param, retry_after_s=retry_after_s)
+    retry_after_s = 1
 
 
 # --- theirs: the engine ---------------------------------------------------------------------------
@@ -134,6 +135,8 @@ class UpstreamError(EvenhandError):
 
 class EngineUnreachable(UpstreamError):
     """No connection: DNS, TLS, unreachable, reset while connecting."""
+
+    retry_after_s = RETRY_AFTER_DOWN_S
 
 
 class EngineRefused(EngineUnreachable):
@@ -166,9 +169,7 @@ class StoreUnavailable(EvenhandError):
     status = 503
     code = "store_unavailable"
     lmdeploy_code = LmdeployCode.SERVICE_UNAVAILABLE
-
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = 1) -> None:
-        super().__init__(message, param=param, retry_after_s=retry_after_s)
+    retry_after_s = 1
 
 
 def error_object(error: EvenhandError) -> dict[str, object]:

@@ -104,10 +104,8 @@ def parse_role(value: object, *, field: str = "role") -> Role:
         if value in Role._value2member_map_:
             return Role(value)
     elif isinstance(value, str):
-        if value.strip().isdigit() and int(value) in Role._value2member_map_:
-            return Role(int(value))
         for role in Role:
-            if role.name.lower() == value.strip().lower():
+            if value.strip().lower() in (role.name.lower(), str(role.value)):
                 return role
     allowed = ", ".join(f"{r.value} {r.name}" for r in Role)
     raise BadRequest(f"{field} must be one of {allowed}", param=field)

@@ -26,10 +26,10 @@ local FIRST = 6
 
 local current = redis.call('GET', version_key) or '0'
 if redis.call('HGET', sessions, worker) ~= generation then
-    return { 1, 0, tonumber(current) }
+    return { 1, 0, tonumber(current) or 0 }
 end
 if version ~= '' and version ~= current then
-    return { 2, 0, tonumber(current) }
+    return { 2, 0, tonumber(current) or 0 }
 end
 
 local urls, nodes = {}, {}
@@ -60,4 +60,4 @@ redis.call('HINCRBY', ledger, urls[index], 1)
 if exploring then
     redis.call('HINCRBY', explored, urls[index], 1)
 end
-return { 0, index, tonumber(current) }
+return { 0, index, tonumber(current) or 0 }

@@ -20,7 +20,7 @@ local unfinished, ledger, sessions, version_key, nodes = KEYS[1], KEYS[2], KEYS[
 local window_key, latency_mean, explored, last_success = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local worker, generation, url, latency, window = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 
-local version = tonumber(redis.call('GET', version_key) or '0')
+local version = tonumber(redis.call('GET', version_key) or '0') or 0
 if redis.call('HGET', sessions, worker) ~= generation then
     return { 1, version }
 end

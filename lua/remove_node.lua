@@ -19,7 +19,7 @@ local nodes, node, version_key, engine_keys = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local window_key, latency_mean, explored, last_success, unfinished = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local url, when = ARGV[1], ARGV[2]
 
-local version = tonumber(redis.call('GET', version_key) or '0')
+local version = tonumber(redis.call('GET', version_key) or '0') or 0
 if redis.call('SISMEMBER', nodes, url) == 0 then
     return { 6, version }
 end

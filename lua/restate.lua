@@ -19,7 +19,7 @@
 local unfinished, ledger, sessions, workers, version_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local worker, generation, lease_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
 
-local version = tonumber(redis.call('GET', version_key) or '0')
+local version = tonumber(redis.call('GET', version_key) or '0') or 0
 local registered = redis.call('HGET', sessions, worker)
 if registered and tonumber(registered) > tonumber(generation) then
     return { 4, version, 0 }

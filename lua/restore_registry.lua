@@ -17,7 +17,7 @@ local nodes, version_key, engine_keys = KEYS[1], KEYS[2], KEYS[3]
 local snapshot_version, repair, count = tonumber(ARGV[1]), ARGV[2] == '1', tonumber(ARGV[3])
 local FIRST_NODE = 4
 
-local version = tonumber(redis.call('GET', version_key) or '0')
+local version = tonumber(redis.call('GET', version_key) or '0') or 0
 local newer = snapshot_version > version
 if not newer and not (repair and snapshot_version == version) then
     return { 8, version }

@@ -14,7 +14,7 @@
 local nodes, node, version_key = KEYS[1], KEYS[2], KEYS[3]
 local url, incarnation, state, drain = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 
-local version = tonumber(redis.call('GET', version_key) or '0')
+local version = tonumber(redis.call('GET', version_key) or '0') or 0
 if redis.call('SISMEMBER', nodes, url) == 0 then
     return { 6, version }
 end

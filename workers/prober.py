@@ -31,6 +31,7 @@ LEASE_MS = 3_000
 PROBES_AT_ONCE = 64
 """Bound on probes in flight: a fleet must not exhaust the worker's files."""
 QUICK_S = 1.0
+SECOND_LOOK_S = 0.25
 QUICK_FOR_MS = 60_000
 """A node that is expected back soon is asked each second for a minute, then at the usual interval."""
 GONE_INTERVALS_S = (10.0, 300.0)
@@ -76,7 +77,7 @@ def interval_s(node: Node, rules: Rules, now_ms: int) -> float:
     since_ms = max(0, now_ms - node.state_since_ms)
     if node.state == State.GONE:
         return min(GONE_INTERVALS_S[1], max(GONE_INTERVALS_S[0], since_ms / 20_000))
-    if node.state in (State.PENDING, State.DOWN) and since_ms < QUICK_FOR_MS:
+    if node.state in (State.PENDING, State.DOWN, State.ASLEEP) and since_ms < QUICK_FOR_MS:
         return min(QUICK_S, rules.interval_s)
     return rules.interval_s
 
@@ -140,9 +141,12 @@ class Prober:
         return f"<Prober {self._worker} nodes={len(self._records)} probing={running}>"
 
     async def run(self) -> None:
-        """Turn after turn, for ever; a change of the registry starts the next turn at once."""
+        """Turn after turn, until cancelled; a change of the registry starts the next turn at once."""
+        task = asyncio.current_task()
+        assert task is not None
         try:
-            while True:
+            # Not `while True`: under the client library's calls Python 3.11 can lose a cancellation.
+            while not task.cancelling():
                 self._awake.clear()
                 try:
                     if await self._hold_lease():
@@ -224,7 +228,9 @@ class Prober:
                 log.info("node %s: %s -> %s %s", node.url, node.state, state, finding.words)
                 await self._registry.set_state(node, state, reason=finding.words, models=finding.models)
             elif finding.kind == "ok" and node.state in (State.DOWN, State.GONE):
-                record.due_at_s = 0.0  # half-way up: the second look decides, in the next turn
+                # Half-way up: the second look decides, and somebody may be waiting for it.
+                record.due_at_s = 0.0
+                asyncio.get_running_loop().call_later(SECOND_LOOK_S, self._awake.set)
         except (StoreUnavailable, RedisError, OSError) as e:
             log.debug("probe of %s has no effect: %s", node.url, e)
         finally:

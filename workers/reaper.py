@@ -40,7 +40,11 @@ class Reaper:
         self._keys = keys
 
     async def run(self) -> None:
-        while True:
+        """Look once a second, until cancelled."""
+        task = asyncio.current_task()
+        assert task is not None
+        # Not `while True`: under the client library's calls Python 3.11 can lose a cancellation.
+        while not task.cancelling():
             with contextlib.suppress(StoreUnavailable, redis.RedisError, OSError):
                 await self.reap()
             await asyncio.sleep(LOOK_EVERY_S)

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import Server
 from uvicorn_worker import UvicornWorker
 
@@ -37,16 +37,19 @@ from app.settings import Settings
 logger = logging.getLogger("uvicorn.error")
 
 HEAD_LIMIT_BYTES = 64 * 1024  # request line and headers; httptools itself has no limit
+PIPELINED_AT_ONCE = 16  # requests of one connection that are read ahead; more wait in the socket
 HEARTBEAT_S = 1.0
 POLL_S = 0.05
 # An idle keep-alive connection may have a request under way to us. Kept open for this long, the request is
 # answered with `Connection: close`; closed at once, it would be a reset that the client can't tell from a crash.
 IDLE_LINGER_S = 0.5
 QUICK_GRACE_S = 1.0  # after SIGQUIT or SIGINT; gunicorn's master kills 2 s after asking
+# The app ends its streams a second before its deadline, so that is a second later than the grace time.
+LAST_WORDS_S = 1.0
 CANCEL_WAIT_S = 1.0  # for what cancelled requests do in their `finally`
 LIFESPAN_SHUTDOWN_S = 5.0
 # What the master must wait beyond the grace time so that it never kills a worker that keeps its own deadline.
-MASTER_MARGIN_S = CANCEL_WAIT_S + LIFESPAN_SHUTDOWN_S + 2.0
+MASTER_MARGIN_S = LAST_WORDS_S + CANCEL_WAIT_S + LIFESPAN_SHUTDOWN_S + 2.0
 
 READY_FD_VARIABLE = "EVENHAND_READY_FD"
 
@@ -57,6 +60,16 @@ class HeadTooLarge(EvenhandError):
     code = "head_too_large"
 
 
+class CloseDelimited(int):
+    """What uvicorn's count of the bytes that are still to come takes for a body of any length."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> CloseDelimited:
+        return self
+
+
 class Protocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol with a limit on the head, an end to keep-alive while the server stops, and
     an answer to those who offer an upgrade.
@@ -65,6 +78,7 @@ class Protocol(HttpToolsProtocol):
     and skips the body, so such a POST would arrive empty: it is read again without the offer.
     """
 
+    _cycles: tuple[RequestResponseCycle, ...] = ()  # running and waiting, in order
     _in_head = True
     _heads = 0  # complete heads seen on this connection
     _head_bytes = 0  # of the unfinished one
@@ -95,6 +109,14 @@ class Protocol(HttpToolsProtocol):
         self._in_head = False
         self._heads += 1
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            # uvicorn would send chunks, which HTTP/1.0 does not have: there a body ends with the connection.
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = CloseDelimited()
+        self._cycles = (*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle)
+        if 1 < len(self._cycles) <= PIPELINED_AT_ONCE:
+            # uvicorn stops reading behind the first pipelined request; an unread socket tells of no departure.
+            self.flow.resume_reading()
         if getattr(self.server_state, "stopping", False):
             self.cycle.keep_alive = False
 
@@ -103,6 +125,14 @@ class Protocol(HttpToolsProtocol):
             return
         self._in_head = True
         super().on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # uvicorn tells only the latest request; the one that runs is the first of a pipeline.
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         self._idle_since = time.monotonic()
@@ -214,7 +244,8 @@ class GracefulServer(Server):
         return self._deadline
 
     def _set_deadline(self) -> None:
-        deadline = time.monotonic() + self._grace_s
+        margin_s = LAST_WORDS_S if self._grace_s > QUICK_GRACE_S else 0.0
+        deadline = time.monotonic() + self._grace_s + margin_s
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
         begin_shutdown = getattr(self._app, "begin_shutdown", None)
         if begin_shutdown is not None:

@@ -9,6 +9,8 @@ Internal fields steer the engines' cache transfer. From a client they are an att
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
@@ -54,7 +56,7 @@ def peek(body: bytes, *, allow_transfer_params: bool) -> tuple[str, bytes]:
             raise BadRequest("model must be a string", param="model") from e
         raise BadRequest("The request body must be a JSON object") from e
     except msgspec.DecodeError as e:
-        raise BadRequest(f"The request body is not valid JSON: {e}") from e
+        found = _second_opinion(body, e)
     except RecursionError as e:
         raise BadRequest("The request body is nested too deeply") from e
     if not found.model:
@@ -62,6 +64,30 @@ def peek(body: bytes, *, allow_transfer_params: bool) -> tuple[str, bytes]:
     if not allow_transfer_params and msgspec.structs.astuple(found)[1:] != _NOTHING:
         body = _without_internal(found, body)
     return found.model, body
+
+
+def _second_opinion(body: bytes, strict: msgspec.DecodeError) -> _Peek:
+    """The same by the standard library, which takes lone surrogates, as the engines' own parsers do.
+
+    Raises:
+        BadRequest: it is no JSON for that one either.
+    """
+    try:
+        members = json.loads(body.decode(), parse_constant=_no_constant)
+    except RecursionError as e:
+        raise BadRequest("The request body is nested too deeply") from e
+    except ValueError as e:
+        raise BadRequest(f"The request body is not valid JSON: {strict}") from e
+    if not isinstance(members, dict):
+        raise BadRequest("The request body must be a JSON object") from strict
+    if not isinstance(members.get("model", ""), str):
+        raise BadRequest("model must be a string", param="model") from strict
+    known = {name: members[name] for name in (*INTERNAL, "vllm_xargs") if name in members}
+    return _Peek(members.get("model", ""), **{name: Raw(json.dumps(value).encode()) for name, value in known.items()})
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def refuse(field: str) -> BadRequest:
@@ -93,7 +119,10 @@ def _without_internal(found: _Peek, body: bytes) -> bytes:
                 raise refuse(f"vllm_xargs.{field}")
     if not null:
         return body
-    members = _members(body)
+    try:
+        members = _members(body)
+    except msgspec.DecodeError as e:
+        raise BadRequest(f"{null[0]} can't be cut out of a body that is not strict JSON: {e}", param=null[0]) from e
     for field in null:
         del members[field]
     return msgspec.json.encode(members)

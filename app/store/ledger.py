@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 import hiredis
 
 from app.balancing import ENCODER_POLICIES, POLICIES, Candidate, Encoder
-from app.errors import StoreUnavailable
+from app.errors import ModelNotFound, NoNodeAvailable, StoreUnavailable
 from app.store.keys import Keys
 from app.store.pipeline import Pipeline, RedisAddress, Reply
 from app.store.registry import Registry
@@ -191,6 +191,7 @@ class Ledger:
         locally: Callable[[Pool], list[str]],
     ) -> list[Ticket]:
         """Follow the registry until the decision is made on its current version; else decide locally."""
+        await self._look_if_unserved(select)
         for attempt in range(STALE_TRIES):
             pool = select(self._registry.snapshot)
             while self._restated is not None:
@@ -216,6 +217,15 @@ class Ledger:
         if self._pipeline is not None:
             self._restate_soon()
         return [Ticket(self, url) for url in urls]
+
+    async def _look_if_unserved(self, select: Select) -> None:
+        """Before a request is turned away, see whether another worker has added or revived a node just now."""
+        try:
+            select(self._registry.snapshot)
+        except (ModelNotFound, NoNodeAvailable):
+            if self._pipeline is not None:
+                with contextlib.suppress(StoreUnavailable):
+                    await self._registry.refresh()
 
     async def _count(
         self,

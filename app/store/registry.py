@@ -24,6 +24,7 @@ import msgpack
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 
 from app.errors import StoreUnavailable
@@ -92,6 +93,11 @@ def node_from_fields(url: str, fields: Mapping[str, str]) -> Node | None:
         return None
 
 
+def number(version: str | None) -> int:
+    """A version that is missing or no number is 0: lost, so that the snapshot is written back."""
+    return int(version) if version and version.isdecimal() else 0
+
+
 class Registry:
     """See the module. `snapshot` is the last known state and never waits."""
 
@@ -108,7 +114,8 @@ class Registry:
             decode_responses=True,
             socket_timeout=timeout_s * 2,
             socket_connect_timeout=timeout_s * 2,
-            retry=Retry(NoBackoff(), 0),
+            # Once, and only for a pooled connection that Redis had closed meanwhile: these calls may run twice.
+            retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
             max_connections=8 * CALLS_AT_ONCE,  # not only for this module: 64 probes ask beside it
         )
         self._timeout_s = timeout_s
@@ -206,7 +213,7 @@ class Registry:
                 if again == version:
                     found = {url: node_from_fields(url, fields) for url, fields in zip(urls, hashes, strict=True)}
                     nodes = {url: node for url, node in found.items() if node is not None}
-                    return int(version or 0), nodes, len(nodes) != len(found), engine_keys
+                    return number(version), nodes, len(nodes) != len(found), engine_keys
             raise StoreUnavailable("the registry changes faster than it can be read")
 
         return await self._guard(read)
@@ -386,13 +393,17 @@ class Registry:
         task.add_done_callback(self._background.discard)
 
     async def _listen(self) -> None:
-        """Follow the events for ever; their loss costs promptness only, never correctness."""
-        while True:
+        """Follow the events until cancelled; their loss costs promptness only, never correctness."""
+        task = asyncio.current_task()
+        assert task is not None
+        # Not `while True`: the client library uses asyncio.wait_for, which on Python 3.11 loses a
+        # cancellation that comes in the same turn as the result.
+        while not task.cancelling():
             pubsub = self._events.pubsub(ignore_subscribe_messages=True)
             try:
                 await pubsub.subscribe(self._keys.events)
                 self.refresh_soon()
-                while True:
+                while not task.cancelling():
                     message = await pubsub.get_message(timeout=30)
                     if message is not None:
                         self.refresh_soon()

@@ -12,11 +12,14 @@ import http.client
 import json
 import os
 import secrets
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -24,10 +27,11 @@ from typing import Any, Self, TypeVar
 import pytest
 
 from tests.support import load
-from tests.support.deployment import Deployment
+from tests.support.deployment import ROOT, Deployment
 from tests.support.engine import SimulatedEngine
 from tests.support.http import Reply
 from tests.support.loop import LoopThread
+from tests.support.process import Process
 from tests.support.quiet import quiet_check
 from tests.support.redis import PrivateRedis, Space
 from tests.support.wait import eventually
@@ -44,30 +48,32 @@ class Fleet:
         masters: so many gunicorn masters a deployment, as on so many hosts.
     """
 
-    def __init__(self, server: PrivateRedis | None, *, masters: int = 1, **deployment: Any) -> None:
+    def __init__(self, server: PrivateRedis, *, masters: int = 1, **deployment: Any) -> None:
         self.server = server
         self._masters = masters
         self._options = deployment
         self._running: dict[str, tuple[Space, list[Deployment]]] = {}
+        self._lock = threading.Lock()
 
-    def get(self, name: str = "", **settings: Any) -> tuple[Space, list[Deployment]]:
-        """`settings` go over those of the fleet; they belong to the name."""
-        assert self.server is not None
+    def get(self, name: str = "") -> tuple[Space, list[Deployment]]:
         self.server.ensure_running()
-        held = self._running.get(name)
-        if held is None or not all(d.process is not None and d.process.running for d in held[1]):
-            if held is not None:
-                _close(held[1])
-            space = Space(self.server, f"t{secrets.token_hex(6)}")
-            options = {"redis": space, "namespace": space.namespace, **self._options}
-            options["settings"] = {**options.get("settings", {}), **settings}
-            self._running[name] = space, [Deployment(**options) for _ in range(self._masters)]
-        return self._running[name]
+        with self._lock:
+            held = self._running.get(name)
+            if held is None or not all(d.process is not None and d.process.running for d in held[1]):
+                if held is not None:
+                    _close(held[1])
+                space = Space(self.server, f"t{secrets.token_hex(6)}")
+                options = {"redis": space, "namespace": space.namespace, **self._options}
+                self._running[name] = space, [Deployment(**options) for _ in range(self._masters)]
+            return self._running[name]
 
     def close(self) -> None:
+        """Raises AssertionError: something counts still, or a process was left behind."""
         masters = [master for _, held in self._running.values() for master in held]
         running = [master for master in masters if master.process is not None and master.process.running]
         try:
+            for space, _ in self._running.values():
+                quiet_check(space)
             with ThreadPoolExecutor(len(running) or 1) as pool:
                 assert all(code == 0 for code in pool.map(Deployment.stop, running))
             left = [line for master in masters for line in master.left_behind]
@@ -105,7 +111,8 @@ class Stage:
         made = [self.make(**({"models": (self.model,)} | knobs)) for _ in range(count)]
         self.made += made
         for i, engine in enumerate(made):
-            self.deployment.add(engine, ready=False, **({"speed": speeds[i]} if speeds and speeds[i] else {}))
+            status: dict[str, Any] = {"speed": speeds[i]} if speeds and speeds[i] else {}
+            self.deployment.add(engine, ready=False, **status)
         if ready:
             self.deployment.wait_for_state("ready", *made)
             for other in self.masters[1:]:
@@ -152,9 +159,18 @@ class Stage:
             else:
                 eventually(lambda: not any(self.counts()) and not any(engine.in_flight for engine in self.made))
         finally:
-            for engine in self.made:
-                with contextlib.suppress(OSError, http.client.HTTPException):
-                    self.deployment.post("/nodes/remove", {"url": engine.url})
+            self.leave()
+
+    def leave(self) -> None:
+        """Remove the test's nodes; nothing to do if they are removed."""
+        while self.made:
+            eventually(lambda: self._removed(self.made[-1].url))
+            self.made.pop()
+
+    def _removed(self, url: str) -> bool:
+        reply = self.deployment.post("/nodes/remove", {"url": url})
+        assert reply.status == 200, reply
+        return True
 
 
 @contextlib.contextmanager
@@ -166,47 +182,124 @@ def staged(space: Space, masters: Sequence[Deployment], make: EngineFactory) -> 
     stage.close()
 
 
-Scenario = Callable[[Stage], None]
-_SCENARIO = "evenhand_scenario"
+class Bench:
+    """What a scenario has that starts deployments and processes of its own: all of it ends with the scenario."""
+
+    def __init__(self, server: PrivateRedis, loop: LoopThread) -> None:
+        self.space = Space(server, f"t{secrets.token_hex(6)}")
+        self.directory = Path(tempfile.mkdtemp(prefix="evenhand-bench-"))
+        self._loop = loop
+        self._engines: list[SimulatedEngine] = []
+        self._deployments: list[Deployment] = []
+        self._processes: list[Process] = []
+
+    def engine(self, **knobs: Any) -> SimulatedEngine:
+        self._engines.append(SimulatedEngine(loop=self._loop, **knobs))
+        return self._engines[-1]
+
+    def deployment(self, workers: int, **options: Any) -> Deployment:
+        """On the Redis of the bench, unless told otherwise."""
+        self._deployments.append(Deployment(workers, **({"redis": self.space} | options)))
+        return self._deployments[-1]
+
+    def process(self, name: str, words: Sequence[str], env: Mapping[str, str]) -> Process:
+        self._processes.append(Process(words, log_file=self.directory / name, env=env, cwd=ROOT))
+        return self._processes[-1]
+
+    def end(self) -> None:
+        """Raises AssertionError: something counts still, or a process was left behind."""
+        quiet_check(self.space, engines=self._engines)
+        for deployment in self._deployments:
+            if deployment.process is not None and deployment.process.running:
+                deployment.stop()
+        left = [line for deployment in self._deployments for line in deployment.left_behind]
+        left += [line for process in self._processes for line in process.left_behind]
+        assert not left, f"processes left behind: {left}"
+
+    def clear(self) -> None:
+        for ending in [d.close for d in self._deployments] + [e.close for e in self._engines]:
+            ending()
+        for process in self._processes:
+            process.kill()
+        self.space.clear()
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def beside(scenario: Scenario) -> Callable[[dict[str, Future[None]]], None]:
-    """Make a test of a scenario that mostly waits: those of one file run beside each other, on one deployment.
+P = TypeVar("P", Stage, Bench)
+Outcomes = dict[str, Future[None]]
+Place = Callable[[str], AbstractContextManager[P]]
+_SCENARIO, _ON = "evenhand_scenario", "evenhand_on"
 
-    The file has a fixture `outcomes` that yields what `run_beside` returns.
+
+def beside(scenario: Callable[[P], None], *, on: str = "") -> Callable[[Outcomes], None]:
+    """Make a test of a scenario that mostly waits: those of one file run beside each other.
+
+    The file has a fixture `outcomes` that yields from `run_beside`. `on` names the deployment, if there are several.
     """
 
-    def test(outcomes: dict[str, Future[None]]) -> None:
+    def test(outcomes: Outcomes) -> None:
         outcomes[scenario.__name__].result(0)
 
     setattr(test, _SCENARIO, scenario)
+    setattr(test, _ON, on)
     test.__doc__ = scenario.__doc__
     return test
 
 
-def run_beside(
-    request: pytest.FixtureRequest, space: Space, masters: Sequence[Deployment], loop: LoopThread
-) -> Iterator[dict[str, Future[None]]]:
-    """Run the scenarios of the file that were selected, all at once; they have ended when this yields."""
-    made: list[SimulatedEngine] = []
+def run_beside(request: pytest.FixtureRequest, place: Place[P], *, at_once: int = 32) -> Iterator[Outcomes]:
+    """Run the scenarios of the file that were selected; they have ended when this yields.
 
-    def make(**options: Any) -> SimulatedEngine:
-        made.append(SimulatedEngine(loop=loop, **options))
-        return made[-1]
+    Args:
+        place: gives each what it runs on, by the name given to `beside`.
+        at_once: so many at a time.
+    """
 
-    def run(scenario: Scenario) -> None:
-        stage = Stage(space, masters, make)
-        scenario(stage)
-        stage.close(alone=False)
+    def run(scenario: Callable[[P], None], on: str) -> None:
+        with place(on) as given:
+            scenario(given)
 
-    tests = [item.function for item in request.session.items if getattr(item, "module", None) is request.module]
-    scenarios = [getattr(test, _SCENARIO) for test in tests if hasattr(test, _SCENARIO)]
-    with ThreadPoolExecutor(len(scenarios)) as pool:
-        outcomes = {scenario.__name__: pool.submit(run, scenario) for scenario in scenarios}
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    tests = [item.function for item in items if item.module is request.module and hasattr(item.function, _SCENARIO)]
+    scenarios = {getattr(test, _SCENARIO): getattr(test, _ON) for test in tests}
+    with ThreadPoolExecutor(min(at_once, len(scenarios))) as pool:
+        outcomes = {scenario.__name__: pool.submit(run, scenario, on) for scenario, on in scenarios.items()}
     yield outcomes
-    quiet_check(space, engines=made)
-    for engine in made:
-        engine.close()
+
+
+def stages(get: Callable[[str], tuple[Space, list[Deployment]]], loop: LoopThread) -> Place[Stage]:
+    """Places on shared deployments, for scenarios that run beside others on them."""
+
+    @contextlib.contextmanager
+    def place(on: str) -> Iterator[Stage]:
+        made: list[SimulatedEngine] = []
+
+        def make(**options: Any) -> SimulatedEngine:
+            made.append(SimulatedEngine(loop=loop, **options))
+            return made[-1]
+
+        stage = Stage(*get(on), make)
+        try:
+            yield stage
+            stage.close(alone=False)
+        finally:
+            stage.leave()
+            for engine in made:
+                engine.close()
+
+    return place
+
+
+def benches(server: PrivateRedis, loop: LoopThread) -> Place[Bench]:
+    @contextlib.contextmanager
+    def place(on: str) -> Iterator[Bench]:
+        bench = Bench(server, loop)
+        try:
+            yield bench
+            bench.end()
+        finally:
+            bench.clear()
+
+    return place
 
 
 def start(work: Coroutine[Any, Any, T]) -> Future[T]:

@@ -31,7 +31,7 @@ DEAD = "http://127.0.0.1:9"
 
 pytest_plugins = ["tests.integration.test_serving_shared"]
 _of_module, _engine_of_module, deployment, engine = shared_deployment(
-    2,
+    1,
     key=ADMIN,
     client_key=CLIENT,
     settings={

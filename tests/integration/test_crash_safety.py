@@ -6,19 +6,35 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.stage import EngineFactory, Fleet, Stage, frozen, lanes, staged, start
+from tests.integration.stage import (
+    Bench,
+    EngineFactory,
+    Fleet,
+    Outcomes,
+    Stage,
+    benches,
+    beside,
+    frozen,
+    lanes,
+    run_beside,
+    staged,
+    start,
+)
 from tests.integration.test_strategies import served
 from tests.support import load
-from tests.support.deployment import Deployment
+from tests.support.loop import LoopThread
 from tests.support.quiet import quiet_check
-from tests.support.redis import PrivateRedis, Space
+from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
 
 LEASE_S = 2.0
+
+
+pytestmark = pytest.mark.timeout(180)  # the first test of the scenarios waits for all of them
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +42,11 @@ def four(redis_server: PrivateRedis) -> Iterator[Fleet]:
     fleet = Fleet(redis_server, workers=4, settings={"lease_s": LEASE_S, "probe_interval_s": 1, "grace_s": 10})
     yield fleet
     fleet.close()
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest, redis_server: PrivateRedis, engine_loop: LoopThread) -> Iterator[Outcomes]:
+    yield from run_beside(request, benches(redis_server, engine_loop))
 
 
 @pytest.fixture
@@ -53,7 +74,7 @@ def test_r08_counts_of_a_killed_worker_are_given_back_and_no_others(stage: Stage
 
         os.kill(victim, signal.SIGKILL)
         killed_s = time.monotonic()
-        seen = []
+        seen: list[int] = []
         while not seen or seen[-1] != 15:
             seen.append(stage.counts(engine)[0])
             assert [stage.share(worker, engine) for worker in other_ids] == [5, 5, 5]
@@ -71,29 +92,30 @@ def test_r08_counts_of_a_killed_worker_are_given_back_and_no_others(stage: Stage
     assert stage.many(8).result(10)[0].ok
 
 
-def test_r08_counts_of_a_lost_host_end_with_its_lease(
-    stage: Stage, deployment_factory: Callable[..., Deployment]
-) -> None:
-    engine = stage.engine(gap_s=0.1, chunks=50)
-    lost = deployment_factory(1, redis=stage.space, settings=stage.deployment.settings)
-    lost_streams = start(load.many(lost.url, 20, model=stage.model, stream=True))
-    kept_streams = stage.many(10, stream=True)
-    eventually(lambda: stage.counts(engine) == (30,))
+@beside
+def test_r08_counts_of_a_lost_host_end_with_its_lease(bench: Bench) -> None:
+    engine = bench.engine(gap_s=0.1, chunks=42)
+    kept, lost = (bench.deployment(1, settings={"lease_s": LEASE_S}) for _ in range(2))
+    kept.add(engine)
+    lost_streams = start(load.many(lost.url, 20, stream=True))
+    kept_streams = start(load.many(kept.url, 10, stream=True))
+    total = bench.space.key("unfinished")
+    eventually(lambda: bench.space.cli("HGET", total, engine.url) == "30")
     lost.kill()  # the master too: nobody on that host can give anything back
     killed_s = time.monotonic()
-    seen = []
+    seen: list[int] = []
     while not seen or seen[-1] != 10:
-        seen.append(stage.counts(engine)[0])
+        seen.append(int(bench.space.cli("HGET", total, engine.url)))
         assert time.monotonic() - killed_s < LEASE_S + 3, seen[-1]
-    assert min(seen) == 10, "nobody else's counts may change, not for a moment"
+    assert set(seen) == {30, 10}, "nobody else's counts may change, not for a moment"
     assert time.monotonic() - killed_s > LEASE_S - 1.5, "a lease that was renewed a second ago has not ended yet"
-    eventually(lambda: len(stage.worker_ids()) == 4)
+    eventually(lambda: bench.space.cli("ZCARD", bench.space.key("workers")) == 1)
     assert not any(answer.done for answer in lost_streams.result(10))
     assert all(answer.done for answer in kept_streams.result(20))
 
 
 def test_worker_frozen_for_longer_than_its_lease_counts_again_when_it_is_back(stage: Stage) -> None:
-    engine = stage.engine(gap_s=0.1, chunks=55)
+    engine = stage.engine(gap_s=0.1, chunks=48)
     sleeper, *others = stage.deployment.worker_pids()
     sleeper_id = stage.id_of(sleeper)
     with lanes(stage.deployment, sleeper, 10) as lane_list, lanes(stage.deployment, others[0], 5) as other_lanes:
@@ -110,14 +132,16 @@ def test_worker_frozen_for_longer_than_its_lease_counts_again_when_it_is_back(st
     assert sleeper in stage.deployment.worker_pids(), "it was not replaced"
 
 
-def test_every_worker_killed_in_turn_under_load_leaves_nothing_counted(stage: Stage) -> None:
+def test_workers_killed_in_turn_under_load_leave_nothing_counted(stage: Stage) -> None:
     engines = stage.engines(2, gap_s=0.02, chunks=10)
     with stage.traffic(every_s=0.02, stream=True) as traffic:
-        for pid in stage.deployment.worker_pids():
+        for pid in stage.deployment.worker_pids()[:2]:
+            worker = stage.id_of(pid)
             os.kill(pid, signal.SIGKILL)
-            stage.deployment.wait_for_workers(4, without=[pid])
+            eventually(lambda worker=worker: worker not in stage.worker_ids(), within_s=LEASE_S + 3)  # type: ignore[misc]
+            eventually(lambda: len(stage.worker_ids()) == 4, within_s=5)  # the new one has joined
+    assert {answer.status for answer in traffic.answers} <= {0, 200}, "a worker serves from its first request on"
     assert sum(answer.done for answer in traffic.answers) > len(traffic.answers) / 2
-    eventually(lambda: len(stage.worker_ids()) == 4, within_s=5)
     eventually(lambda: stage.counts() == (0, 0), within_s=2)
     assert [engine.in_flight for engine in engines] == [0, 0]
 
@@ -129,9 +153,9 @@ def test_r03_clients_that_leave_at_any_moment_leave_no_count_behind(stage: Stage
     first, second = stage.engines(2, ttft_s=30)
     chance = random.Random(3)
     moments = [chance.uniform(0, 0.3) for _ in range(500)]
-    answers = stage.many(500, concurrency=100, each=lambda i: {"leave_after_s": moments[i]}).result(30)
+    answers = stage.many(500, concurrency=40, each=lambda i: {"leave_after_s": moments[i]}).result(30)
     assert all(answer.left for answer in answers)
-    assert sum(served([first, second])) > 200, "most must have reached an engine"
+    assert sum(served([first, second])) > 50, "many must have reached an engine"
     quiet_check(stage.space, engines=[first, second])
     # An engine that was restarted draws no more than its half.
     second.crash()
@@ -157,12 +181,12 @@ def test_r03_clients_that_leave_in_mid_stream_leave_no_count_behind(stage: Stage
 # --- the proper end
 
 
-def test_sigterm_ends_streams_properly_and_leaves_no_process_and_no_worker_entry(
-    redis: Space, engine_factory: EngineFactory, deployment_factory: Callable[..., Deployment]
-) -> None:
-    short = engine_factory(models=("short",), gap_s=0.1, chunks=10)
-    endless = engine_factory(models=("endless",), gap_s=0.1, chunks=600)
-    deployment = deployment_factory(2, settings={"grace_s": 2})
+@beside
+def test_sigterm_ends_streams_properly_and_leaves_no_process_and_no_worker_entry(bench: Bench) -> None:
+    short = bench.engine(models=("short",), gap_s=0.1, chunks=10)
+    endless = bench.engine(models=("endless",), gap_s=0.1, chunks=600)
+    deployment = bench.deployment(2, settings={"grace_s": 2})
+    redis = bench.space
     deployment.add(short, endless)
     finishing = start(load.many(deployment.url, 10, model="short", stream=True))
     cut = start(load.many(deployment.url, 4, model="endless", stream=True))

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from tests.integration.stage import EngineFactory, Fleet, Stage, beside, during, run_beside, staged
+from tests.integration.stage import EngineFactory, Fleet, Outcomes, Stage, beside, during, run_beside, staged, stages
 from tests.integration.test_strategies import served
-from tests.support.deployment import Deployment
+from tests.support.deployment import Deployment, Setting
 from tests.support.engine import SimulatedEngine
 from tests.support.loop import LoopThread
 from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
 
-INTERVAL_S, TIMEOUT_S, DOWN_AFTER, BUSY_GRACE_S, EXPIRATION_S = 1.0, 0.5, 3, 1.5, 2.0
-SETTINGS = {
+INTERVAL_S, TIMEOUT_S, DOWN_AFTER, BUSY_GRACE_S, EXPIRATION_S = 1.0, 0.5, 3, 1.5, 4.0
+SETTINGS: dict[str, Setting] = {
     "probe_interval_s": INTERVAL_S,
     "probe_timeout_s": TIMEOUT_S,
     "probe_down_after": DOWN_AFTER,
@@ -25,6 +24,9 @@ SETTINGS = {
     "heartbeat_expiration_s": EXPIRATION_S,
 }
 DOWN_WITHIN_S = DOWN_AFTER * (INTERVAL_S + TIMEOUT_S) + 1
+
+
+pytestmark = pytest.mark.timeout(180)  # the first test of the scenarios waits for all of them
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +43,8 @@ def stage(fleet: Fleet, engine_factory: EngineFactory) -> Iterator[Stage]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, fleet: Fleet, engine_loop: LoopThread) -> Iterator[dict[str, Any]]:
-    yield from run_beside(request, *fleet.get(), engine_loop)
+def outcomes(request: pytest.FixtureRequest, fleet: Fleet, engine_loop: LoopThread) -> Iterator[Outcomes]:
+    yield from run_beside(request, stages(fleet.get, engine_loop))
 
 
 def states(stage: Stage) -> dict[str, str]:
@@ -217,8 +219,9 @@ def test_r29_starts_with_a_configured_node_down_and_uses_it_once_it_is_up(stage:
     up = [stage.make(models=("a",)), stage.make(models=("b",))]
     down = stage.make(models=("c",), refuse=True)
     added = stage.make(models=("d",))
-    settings = {"nodes": [engine.url for engine in (*up, down)], "heartbeat_expiration_s": 1, "forget_after_s": 2}
-    with Deployment(1, redis=stage.space.server, namespace=stage.model, settings=SETTINGS | settings) as deployment:
+    nodes = [engine.url for engine in (*up, down)]
+    settings = SETTINGS | {"nodes": nodes, "heartbeat_expiration_s": 1, "forget_after_s": 2}
+    with Deployment(1, redis=stage.space.server, namespace=stage.model, settings=settings) as deployment:
         deployment.wait_for_state("ready", *up)
         assert models_of(deployment) == ["a", "b"]
         assert (chat(deployment, "a"), chat(deployment, "b")) == (200, 200)
@@ -237,8 +240,8 @@ def test_r29_starts_with_a_configured_node_down_and_uses_it_once_it_is_up(stage:
 
 def test_r29_without_any_node_all_answers_are_clean(stage: Stage) -> None:
     deployment = stage.deployment  # it was started with none, and that is how the other tests leave it
-    assert deployment.get("/v1/models").json() == {"object": "list", "data": []}
-    assert deployment.nodes("?all=1") == {}
+    eventually(lambda: deployment.get("/v1/models").json() == {"object": "list", "data": []}, within_s=1)
+    eventually(lambda: deployment.nodes("?all=1") == {}, within_s=1)
     reply = deployment.post("/v1/chat/completions", {"model": "any", "messages": []})
     assert reply.status == 503
     assert reply.json()["error_code"] == 10401

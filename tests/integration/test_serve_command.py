@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,14 @@ from typing import Any
 import pytest
 import redis as redis_client
 
-from tests.integration.stage import EngineFactory, start
+from tests.integration.stage import Bench, Outcomes, benches, beside, run_beside, start
 from tests.support import load
-from tests.support.deployment import ROOT, Deployment
+from tests.support.deployment import ROOT, Deployment, Setting
 from tests.support.http import request
-from tests.support.process import Process, children, command
-from tests.support.redis import Space
+from tests.support.loop import LoopThread
+from tests.support.process import children, command
+from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
-
-DeploymentFactory = Callable[..., Deployment]
 
 EVENHAND = [sys.executable, "-m", "app.cli"]
 
@@ -37,25 +36,24 @@ def environment(**more: str) -> dict[str, str]:
     return inherited | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "100"} | more
 
 
-def evenhand(*words: str, within_s: float = 20, **more_environment: str) -> subprocess.CompletedProcess[str]:
+def evenhand(*words: str, **more_environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*EVENHAND, *words],
         capture_output=True,
         text=True,
-        timeout=within_s,
+        timeout=20,
         env=environment(**more_environment),
         check=False,
     )
 
 
+pytestmark = pytest.mark.timeout(180)  # the first test of the scenarios waits for all of them
+
+
 @pytest.fixture(scope="module")
-def shared(redis_server: Any) -> Iterator[Deployment]:
-    """For the management commands: it asks for an admin key from everybody."""
-    settings = {"admin_keys": ["head"], "trusted_nodes": "none", "probe_interval_s": 1}
-    with Deployment(2, redis=redis_server, namespace="commands", settings=settings) as deployment:
-        yield deployment
-        deployment.stop()
-        assert deployment.left_behind == []
+def outcomes(request: pytest.FixtureRequest, redis_server: PrivateRedis, engine_loop: LoopThread) -> Iterator[Outcomes]:
+    """Each scenario starts and stops processes and waits for them; two cores are busy with three of them."""
+    yield from run_beside(request, benches(redis_server, engine_loop), at_once=3)
 
 
 HEAD = {"authorization": "Bearer head"}
@@ -91,11 +89,10 @@ def open_inodes(pid: int) -> set[str]:
     return {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
 
 
-def test_r33_embedded_redis_is_private_and_the_registry_survives_restart_and_kill(
-    engine_factory: EngineFactory, deployment_factory: DeploymentFactory
-) -> None:
-    engines = [engine_factory(), engine_factory(models=("sim", "other"))]
-    deployment = deployment_factory(1, redis=None)
+@beside
+def test_r33_embedded_redis_is_private_and_the_registry_survives_restart_and_kill(bench: Bench) -> None:
+    engines = [bench.engine(), bench.engine(models=("sim", "other"))]
+    deployment = bench.deployment(1, redis=None)
     path = embedded_socket(deployment)
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -122,7 +119,7 @@ def test_r33_embedded_redis_is_private_and_the_registry_survives_restart_and_kil
     assert start(load.many(deployment.url, 5)).result(10)[0].ok
 
     # Killed with all its processes, as by a power cut; the socket file and the locks of the dead are in the way.
-    engines.append(engine_factory())
+    engines.append(bench.engine())
     deployment.add(engines[2])
     log_size = sum(f.stat().st_size for f in path.parent.rglob("*.aof"))
     assert log_size > 0
@@ -135,41 +132,36 @@ def test_r33_embedded_redis_is_private_and_the_registry_survives_restart_and_kil
     assert deployment.left_behind == []
 
 
-def test_second_serve_on_a_state_directory_joins_the_redis_which_outlives_the_first(
-    tmp_path: Path, engine_factory: EngineFactory
-) -> None:
-    engine = engine_factory()
+@beside
+def test_second_serve_on_a_state_directory_joins_the_redis_which_outlives_the_first(bench: Bench) -> None:
+    engine = bench.engine()
     ports = free_ports(2)
     words = " ".join([*EVENHAND, "serve --server-name 127.0.0.1 --workers 1 --state-dir state --server-port"])
     # One shell over both: what the first leaves behind on purpose must not count as an orphan of the test.
-    wrapper = ["sh", "-c", f"cd {tmp_path}; {words} {ports[0]} & {words} {ports[1]} & wait"]
-    both = Process(wrapper, log_file=tmp_path / "log", env=environment(), cwd=ROOT)
-    try:
-        for port in ports:
-            eventually(lambda port=port: status_of(port, "/health") == 200, within_s=20)  # type: ignore[misc]
-        assert len(redis_pids(both.pid)) == 1
-        starter = next(pid for pid in children(both.pid) if any("embedded" in command(c) for c in children(pid)))
-        (port,) = [port for port in ports if f" {port}" in command(starter)]
-        (other,) = set(ports) - {port}
-        body = b'{"url": "%s"}' % engine.url.encode()
-        headers = {"content-type": "application/json"}
-        added = request("POST", f"http://127.0.0.1:{port}/nodes/add", body=body, headers=headers)
-        assert added.status == 200
-        eventually(lambda: engine.url in nodes_of(other), within_s=1)
+    wrapper = ["sh", "-c", f"cd {bench.directory}; {words} {ports[0]} & {words} {ports[1]} & wait"]
+    both = bench.process("both", wrapper, environment())
+    for port in ports:
+        eventually(lambda port=port: status_of(port, "/health") == 200, within_s=20)  # type: ignore[misc]
+    assert len(redis_pids(both.pid)) == 1
+    starter = next(pid for pid in children(both.pid) if any("embedded" in command(c) for c in children(pid)))
+    (port,) = [port for port in ports if f" {port}" in command(starter)]
+    (other,) = set(ports) - {port}
+    body = b'{"url": "%s"}' % engine.url.encode()
+    headers = {"content-type": "application/json"}
+    added = request("POST", f"http://127.0.0.1:{port}/nodes/add", body=body, headers=headers)
+    assert added.status == 200
+    eventually(lambda: engine.url in nodes_of(other), within_s=1)
 
-        os.kill(starter, signal.SIGTERM)
-        eventually(lambda: starter not in children(both.pid), within_s=15)
-        assert engine.url in nodes_of(other)
-        eventually(lambda: status_of(other, "/ready") == 200, within_s=2)
-        answers = start(load.many(f"http://127.0.0.1:{other}", 5)).result(10)
-        assert all(answer.ok for answer in answers)
+    os.kill(starter, signal.SIGTERM)
+    eventually(lambda: starter not in children(both.pid), within_s=15)
+    assert engine.url in nodes_of(other)
+    eventually(lambda: status_of(other, "/ready") == 200, within_s=5)  # it may have to take over the probing
+    answers = start(load.many(f"http://127.0.0.1:{other}", 5)).result(10)
+    assert all(answer.ok for answer in answers)
 
-        for pid in children(both.pid):
-            os.kill(pid, signal.SIGTERM)
-        assert both.wait(15) == 0
-        assert both.left_behind == []
-    finally:
-        both.kill()
+    for pid in children(both.pid):
+        os.kill(pid, signal.SIGTERM)
+    assert both.wait(15) == 0
 
 
 def nodes_of(port: int) -> dict[str, Any]:
@@ -197,11 +189,11 @@ def status_of(port: int, path: str) -> int:
 # --- the registry on a Redis of the operator's
 
 
-def test_r33_disable_cache_status_forgets_the_registry_with_the_whole_deployment_only(
-    redis: Space, engine_factory: EngineFactory, deployment_factory: DeploymentFactory
-) -> None:
-    added, fixed = engine_factory(), engine_factory(models=("c",))
-    deployment = deployment_factory(1)
+@beside
+def test_r33_disable_cache_status_forgets_the_registry_with_the_whole_deployment_only(bench: Bench) -> None:
+    redis = bench.space
+    added, fixed = bench.engine(), bench.engine(models=("c",))
+    deployment = bench.deployment(1)
     deployment.add(added)
     deployment.stop()
     assert redis.cli("SMEMBERS", redis.key("nodes")) == {added.url}
@@ -210,7 +202,7 @@ def test_r33_disable_cache_status_forgets_the_registry_with_the_whole_deployment
     deployment.start()
     deployment.wait_for_state("ready", fixed)
     assert list(deployment.nodes("?all=1")) == [fixed.url]
-    assert [model["id"] for model in deployment.get("/v1/models").json()["data"]] == ["c"]
+    eventually(lambda: [m["id"] for m in deployment.get("/v1/models").json()["data"]] == ["c"], within_s=1)
     # One worker that starts anew is no new start of the deployment.
     deployment.add(added)
     killed = deployment.kill_worker()
@@ -219,10 +211,10 @@ def test_r33_disable_cache_status_forgets_the_registry_with_the_whole_deployment
     assert set(deployment.nodes()) == {fixed.url, added.url}
 
 
-def test_gunicorn_alone_serves_by_environment_variables_and_an_engine_registers_itself(
-    redis: Space, engine_factory: EngineFactory, tmp_path: Path
-) -> None:
-    fixed = engine_factory()
+@beside
+def test_gunicorn_alone_serves_by_environment_variables_and_an_engine_registers_itself(bench: Bench) -> None:
+    redis = bench.space
+    fixed = bench.engine()
     (port,) = free_ports(1)
     env = environment(
         EVENHAND_SERVER_NAME="127.0.0.1",
@@ -234,29 +226,25 @@ def test_gunicorn_alone_serves_by_environment_variables_and_an_engine_registers_
     )
     url = f"http://127.0.0.1:{port}"
     words = [*EVENHAND, "engine", "--proxy-url", url, "--model", "m1", "m2", "--speed", "3", "--chunks", "4"]
-    engine = Process(words, log_file=tmp_path / "engine", env=environment(), cwd=ROOT)
-    gunicorn: Process | None = None
-    try:
-        # The engine is there first, as engines that start with their distributor may be: it tries again.
-        eventually(lambda: "simulated engine at" in engine.log(), within_s=10)
-        words = [sys.executable, "-m", "gunicorn", "-c", "workers/gunicorn.conf.py", "app.main:app"]
-        gunicorn = Process(words, log_file=tmp_path / "gunicorn", env=env, cwd=ROOT)
-        eventually(lambda: status_of(port, "/ready") == 200, within_s=20)
-        assert len(children(gunicorn.pid)) == 2
-        assert all(answer.ok for answer in start(load.many(url, 10)).result(10))
-        ((itself, node),) = eventually(lambda: [n for n in nodes_of(port).items() if n[0] != fixed.url], within_s=8)
-        assert (node["models"], node["speed"], node["role"]) == (["m1", "m2"], 3, 1)
-        assert itself in engine.log()
-        (answer,) = start(load.many(url, 1, model="m2", stream=True)).result(10)
-        assert answer.done
-        assert len(answer.chunks()) >= 4
-        assert engine.stop() == 0
-        gunicorn.stop(within_s=15)
-        assert engine.left_behind + gunicorn.left_behind == []
-    finally:
-        engine.kill()
-        if gunicorn is not None:
-            gunicorn.kill()
+    engine = bench.process("engine", words, environment())
+    # The engine is there first, as engines that start with their distributor may be: it tries again.
+    eventually(lambda: "simulated engine at" in engine.log(), within_s=10)
+    words = [sys.executable, "-m", "gunicorn", "-c", "workers/gunicorn.conf.py", "app.main:app"]
+    gunicorn = bench.process("gunicorn", words, env)
+    eventually(lambda: status_of(port, "/health") == 200, within_s=20)
+    assert len(children(gunicorn.pid)) == 2
+    eventually(lambda: nodes_of(port).get(fixed.url, {}).get("state") == "ready", within_s=5)
+    eventually(lambda: status_of(port, "/ready") == 200, within_s=1)
+    answers = start(load.many(url, 10)).result(10)
+    assert all(answer.ok for answer in answers), [(answer.status, answer.body) for answer in answers]
+    ((itself, node),) = eventually(lambda: [n for n in nodes_of(port).items() if n[0] != fixed.url], within_s=8)
+    assert (node["models"], node["speed"], node["role"]) == (["m1", "m2"], 3, 1)
+    assert itself in engine.log()
+    (answer,) = start(load.many(url, 1, model="m2", stream=True)).result(10)
+    assert answer.done
+    assert len(answer.chunks()) >= 4
+    assert engine.stop() == 0
+    gunicorn.stop(within_s=15)
 
 
 # --- bad values
@@ -276,31 +264,15 @@ BAD: dict[str, tuple[list[str], dict[str, str], str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
-    """All bad commands, run two at a time: each costs a start of Python."""
-    state = str(tmp_path_factory.mktemp("unused"))
-
-    def run(case: str) -> subprocess.CompletedProcess[str]:
-        words, env, _ = BAD[case]
-        return evenhand("serve", *words, EVENHAND_STATE_DIR=state, **env)
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(BAD, pool.map(run, BAD), strict=True))
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_value_ends_with_one_clear_line_and_code_2(
-    refused: dict[str, subprocess.CompletedProcess[str]], case: str
-) -> None:
-    done = refused[case]
-    assert done.returncode == 2
-    assert done.stdout == ""
-    # The usage line, and what argparse wraps of it, may stand before.
-    lines = [line for line in done.stderr.splitlines() if not line.startswith(("usage:", " ")) and line]
-    assert len(lines) == 1, done.stderr
-    assert BAD[case][2] in lines[0]
-    assert "Traceback" not in done.stderr
+@beside
+def test_bad_value_ends_with_one_clear_line_and_code_2(bench: Bench) -> None:
+    for case, (words, env, named) in BAD.items():
+        done = evenhand("serve", *words, EVENHAND_STATE_DIR=str(bench.directory), **env)
+        assert (done.returncode, done.stdout) == (2, ""), case
+        # The usage line, and what argparse wraps of it, may stand before.
+        lines = [line for line in done.stderr.splitlines() if not line.startswith(("usage:", " ")) and line]
+        assert len(lines) == 1, (case, done.stderr)
+        assert named in lines[0], case
 
 
 def test_serve_takes_the_flags_of_lmdeploy() -> None:
@@ -319,38 +291,41 @@ def test_version() -> None:
     assert re.fullmatch(r"evenhand \d+\.\d+\.\d+\S*\n", done.stdout)
 
 
-def test_nodes_commands_manage_a_deployment(shared: Deployment, engine_factory: EngineFactory) -> None:
-    engine = engine_factory(models=("cli-a", "cli-b"), gap_s=0.1, chunks=25)
-    here = {"EVENHAND_URL": shared.url, "EVENHAND_ADMIN_KEY": "head"}
+@beside
+def test_nodes_commands_manage_a_deployment(bench: Bench) -> None:
+    settings: dict[str, Setting] = {"admin_keys": ["head"], "trusted_nodes": "none"}  # everybody needs the key
+    deployment = bench.deployment(2, settings=settings)
+    engine = bench.engine(models=("cli-a", "cli-b"), gap_s=0.1, chunks=25)
+    here = {"EVENHAND_URL": deployment.url, "EVENHAND_ADMIN_KEY": "head"}
 
     added = evenhand("nodes", "add", engine.url, "--speed", "2", **here)
     assert (added.returncode, added.stdout) == (0, "Added successfully\n")
-    node = shared.nodes(headers=HEAD)[engine.url]
+    node = deployment.nodes(headers=HEAD)[engine.url]
     assert (node["models"], node["speed"], node["role"]) == (["cli-a", "cli-b"], 2, 1)
 
-    listed = evenhand("nodes", "list", "--url", shared.url, "--admin-key", "head")
+    listed = evenhand("nodes", "list", "--url", deployment.url, "--admin-key", "head")
     assert listed.returncode == 0
     (line,) = [line for line in listed.stdout.splitlines() if engine.url in line]
     assert "cli-a" in line
     assert "Hybrid" in line
 
-    streams = start(load.many(shared.url, 3, model="cli-a", stream=True))
+    streams = start(load.many(deployment.url, 3, model="cli-a", stream=True))
     eventually(lambda: engine.in_flight == 3)
     assert evenhand("nodes", "drain", engine.url, **here).returncode == 0
     assert engine.in_flight == 3
-    assert shared.nodes(headers=HEAD)[engine.url]["state"] == "draining"
+    assert deployment.nodes(headers=HEAD)[engine.url]["state"] == "draining"
     assert all(answer.done for answer in streams.result(10))
-    eventually(lambda: engine.url not in shared.nodes("?all=1", headers=HEAD), within_s=2)
+    eventually(lambda: engine.url not in deployment.nodes("?all=1", headers=HEAD), within_s=2)
 
     with ThreadPoolExecutor(2) as pool:
-        wrong_key = pool.submit(evenhand, "nodes", "list", "--url", shared.url, "--admin-key", "tail")
+        wrong_key = pool.submit(evenhand, "nodes", "list", "--url", deployment.url, "--admin-key", "tail")
         nobody = pool.submit(evenhand, "nodes", "list", "--url", "http://127.0.0.1:9")
         bad = pool.submit(evenhand, "nodes", "add", "no-url", **here)
         assert evenhand("nodes", "add", engine.url, "--models", "cli-c", **here).returncode == 0
-        assert shared.nodes(headers=HEAD)[engine.url]["models"] == ["cli-c"]
+        assert deployment.nodes(headers=HEAD)[engine.url]["models"] == ["cli-c"]
         removed = evenhand("nodes", "remove", engine.url, **here)
         assert (removed.returncode, removed.stdout) == (0, "Deleted successfully\n")
-        assert engine.url not in shared.nodes("?all=1", headers=HEAD)
+        assert engine.url not in deployment.nodes("?all=1", headers=HEAD)
     for failed, code, word in ((wrong_key, 1, "40"), (nobody, 1, "127.0.0.1:9"), (bad, 2, "no-url")):
         done = failed.result()
         assert done.returncode == code

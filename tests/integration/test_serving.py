@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.integration.test_serving_shared import (
     chat_body,
     connected,
     in_chunks,
+    on_every_worker,
     openai_error,
     post_json,
     raw,
@@ -213,6 +215,81 @@ def test_a_header_line_can_not_be_smuggled_into_the_engines_request(
         assert all(b"\n" not in v and b"\r" not in v and b"\0" not in v for _, v in record.headers)
 
 
+# --- the connection
+
+
+def test_one_connection_serves_answers_streams_and_errors_in_turn(
+    deployment: Deployment, engine: SimulatedEngine
+) -> None:
+    bodies = [chat_body(stream=True), chat_body(), chat_body("never-seen"), b"{", chat_body(stream=True), chat_body()]
+    with connected(deployment.url) as s:
+        replies = []
+        for body in bodies:
+            s.sendall(raw_post(["Host: h", f"Content-Length: {len(body)}"], body))
+            replies.append(read_reply(s))
+    assert [reply.status for reply in replies] == [200, 200, 404, 400, 200, 200]
+    assert all(reply.complete for reply in replies)
+    assert replies[0].body.endswith(b"data: [DONE]\n\n")
+    assert replies[4].body.endswith(b"data: [DONE]\n\n")
+
+
+def test_pipelined_requests_are_answered_in_order(deployment: Deployment, engine: SimulatedEngine) -> None:
+    engine.set(gap_s=0.02, chunks=5)
+    asked = [("a", True), ("b", False), ("c", True)]
+    sent = b""
+    for name, stream in asked:
+        body = chat_body(stream=stream, max_tokens=5 if stream else 1)
+        sent += raw_post(["Host: h", f"X-Request-Id: {name}", f"Content-Length: {len(body)}"], body)
+    with connected(deployment.url) as s:
+        s.sendall(sent)
+        received = b""
+        while received.count(b"[DONE]") < 2:
+            data = s.recv(65536)
+            assert data, received
+            received += data
+    heads = [part.partition(b"\r\n\r\n")[0].lower() for part in received.split(b"HTTP/1.1 200 OK\r\n")[1:]]
+    assert [head.count(b"x-request-id: %b" % name.encode()) for head, (name, _) in zip(heads, asked, strict=True)] == [
+        1,
+        1,
+        1,
+    ]
+    assert [record.id for record in engine.requests] == ["a", "b", "c"]
+    assert not engine.aborts
+
+
+def test_a_body_framed_twice_is_no_way_to_smuggle_a_request(deployment: Deployment, engine: SimulatedEngine) -> None:
+    hidden = raw_post(["Host: h", "X-Request-Id: hidden", "Content-Length: 15"], b'{"model":"sim"}')
+    body = in_chunks(chat_body(), 1000)
+    lines = ["Host: h", f"Content-Length: {len(body) - 7}", "Transfer-Encoding: chunked", "Connection: close"]
+    with connected(deployment.url) as s:
+        s.sendall(raw_post(lines, body + hidden))
+        reply = read_reply(s)
+    assert reply.status in (200, 400)
+    assert "hidden" not in [record.id for record in engine.requests]
+    for record in engine.requests:
+        assert record.body == chat_body()
+        assert not values(record, b"transfer-encoding")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_http_1_0_client_gets_no_chunked_framing(
+    deployment: Deployment, engine: SimulatedEngine, stream: bool
+) -> None:
+    """RFC 9112, 6.1: no Transfer-Encoding unless the request indicates HTTP/1.1. nginx asks in 1.0 by default."""
+    body = chat_body(stream=stream)
+    request_1_0 = raw_post(["Host: h", f"Content-Length: {len(body)}"], body).replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+    with connected(deployment.url) as s:
+        s.sendall(request_1_0)
+        received = b""
+        while data := s.recv(65536):
+            received += data
+    head, _, rest = received.partition(b"\r\n\r\n")
+    assert b" 200 " in head.partition(b"\r\n")[0]
+    assert b"transfer-encoding" not in head.lower()
+    assert rest.startswith(b"data: " if stream else b"{")
+    assert rest.endswith(b"data: [DONE]\n\n" if stream else b"}")
+
+
 # --- the path
 
 
@@ -375,10 +452,29 @@ def test_r88_a_model_served_under_two_names_works(deployment: Deployment, engine
 def test_get_health_is_live_and_ready_tells_the_reason(deployment: Deployment, engine_factory: Factory) -> None:
     remove_nodes(deployment)
     assert deployment.get("/health").status == 200
-    empty = deployment.get("/ready")
-    assert empty.status == 503 and "node" in empty.text.lower(), empty
+
+    def not_ready() -> bool:
+        reply = deployment.get("/ready")
+        return reply.status == 503 and "node" in reply.text.lower()
+
+    on_every_worker(deployment, not_ready)
     deployment.add(engine_factory())
-    assert deployment.get("/ready").status == 200
+    on_every_worker(deployment, lambda: deployment.get("/ready").status == 200)
+
+
+def test_ready_wants_each_role_that_the_strategy_needs(
+    deployment_factory: Callable[..., Deployment], engine_factory: Factory
+) -> None:
+    split = deployment_factory(1, settings={"serving_strategy": "DistServe"})
+    prefill, decode = engine_factory(models=("pd",)), engine_factory(models=("pd",))
+    assert split.get("/ready").status == 503
+    split.add(prefill, role="Prefill")
+    half = split.get("/ready")
+    assert half.status == 503
+    assert "decode" in half.text.lower()
+    split.add(decode, role="Decode")
+    assert split.get("/ready").status == 200
+    openai_error(chat(split, chat_body("pd")), 501)  # until it is built
 
 
 # --- internal fields

@@ -69,7 +69,7 @@ def test_r54_recycling_reload_and_sigterm_under_load_cost_no_stream(
 def test_r54_at_the_deadline_streams_end_with_an_error_event(
     deployment_factory: Deploy, engine_factory: Factory
 ) -> None:
-    deployment = deployment_factory(2, settings={"grace_s": 2})
+    deployment = deployment_factory(1, settings={"grace_s": 2})
     endless, silent = engine_factory(chunks=1000, gap_s=0.05), engine_factory(models=("silent",), ttft_s=60.0)
     deployment.add(endless, silent)
 

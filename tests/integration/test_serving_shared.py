@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import resource
 import secrets
 import socket
 import ssl
@@ -55,28 +56,45 @@ class Deployments:
         self._server = server
         self._made: dict[str, Deployment] = {}
 
-    def get(self, workers: int, **options: Any) -> Deployment:
+    def get(self, workers: int, *, open_files: int | None = None, **options: Any) -> Deployment:
+        """`open_files`: the soft limit that it is started under."""
         self._server.ensure_running()
-        name = json.dumps([workers, options], sort_keys=True)
+        name = json.dumps([workers, open_files, options], sort_keys=True)
         made = self._made.get(name)
         if made is None or made.process is None or not made.process.running:
             if made is not None:
                 made.close()
-            made = Deployment(workers, redis=Space(self._server, f"t{secrets.token_hex(6)}"), **options)
+            with _soft_limit(open_files):
+                made = Deployment(workers, redis=Space(self._server, f"t{secrets.token_hex(6)}"), **options)
             self._made[name] = made
         return made
 
     def close(self) -> None:
-        left: list[str] = []
+        """Stop all at the same time: each takes a second or two."""
+        made = list(self._made.values())
         try:
-            for made in self._made.values():
-                if made.process is not None and made.process.running:
-                    made.stop()
-                left += made.left_behind
+            with ThreadPoolExecutor(max(len(made), 1)) as pool:
+                list(pool.map(_stop, made))
         finally:
-            for made in self._made.values():
-                made.close()
+            for deployment in made:
+                deployment.close()
+        left = [line for deployment in made for line in deployment.left_behind]
         assert not left, f"processes left behind: {left}"
+
+
+@contextlib.contextmanager
+def _soft_limit(open_files: int | None) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files or before[0], before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def _stop(deployment: Deployment) -> None:
+    if deployment.process is not None and deployment.process.running:
+        deployment.stop()
 
 
 @pytest.fixture(scope="session")

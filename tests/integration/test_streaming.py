@@ -219,7 +219,8 @@ def test_r39_a_client_that_leaves_ends_the_engines_work_within_1_s(
     answer = asyncio.run(leave())
     assert answer.left and answer.finished_s is not None
     (record,) = eventually(lambda: engine.aborts, within_s=1.5)
-    assert record.aborted_s is not None and record.aborted_s - answer.finished_s < 1.0
+    assert record.aborted_s is not None
+    assert -0.1 < record.aborted_s - answer.finished_s < 1.0
     eventually(lambda: deployment.unfinished() == {engine.url: 0}, within_s=1.0)
 
 

@@ -7,6 +7,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import httpx2
@@ -28,9 +29,11 @@ from tests.integration.test_serving_shared import (
 )
 from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
+from tests.support.loop import LoopThread
 from tests.support.quiet import quiet_check
 from tests.support.redis import PrivateRedis, Space
 from tests.support.wait import eventually
+from workers.engine_answers import Knobs
 
 KEY = "clients-key"
 
@@ -58,28 +61,36 @@ def tls_deployment(
     }
     redis_server.ensure_running()
     space = Space(redis_server, f"t{secrets.token_hex(6)}")
-    with Deployment(2, redis=space, settings={"ssl": True, "api_keys": KEY}, env=env) as deployment:
+    with Deployment(1, redis=space, settings={"ssl": True, "api_keys": KEY}, env=env) as deployment:
         yield deployment
         deployment.stop()
         assert not deployment.left_behind
 
 
+@pytest.fixture(scope="module")
+def tls_engine(tls_deployment: Deployment, engine_loop: LoopThread) -> Iterator[SimulatedEngine]:
+    """It registers the way an LMDeploy engine does: without a key, from a trusted address."""
+    with SimulatedEngine(loop=engine_loop) as engine:
+        tls_deployment.add(engine)
+        on_every_worker(tls_deployment, lambda: chat(tls_deployment, authorization=f"Bearer {KEY}").status == 200)
+        yield engine
+
+
 @pytest.fixture
-def deployment(tls_deployment: Deployment, engine_factory: Factory) -> Iterator[Deployment]:
+def deployment(
+    tls_deployment: Deployment, tls_engine: SimulatedEngine, engine_factory: Factory
+) -> Iterator[Deployment]:
     yield tls_deployment
     assert tls_deployment.space is not None
-    quiet_check(tls_deployment.space, engines=engine_factory.made)  # type: ignore[attr-defined]
-    remove_nodes(tls_deployment)
+    quiet_check(tls_deployment.space, engines=[tls_engine, *engine_factory.made])  # type: ignore[attr-defined]
+    remove_nodes(tls_deployment, but=tls_engine.url)
 
 
 @pytest.fixture
-def engine(deployment: Deployment, engine_factory: Factory) -> SimulatedEngine:
-    """It registers the way an LMDeploy engine does: without a key, from a trusted address."""
-    engine = engine_factory()
-    deployment.add(engine)
-    on_every_worker(deployment, lambda: chat(deployment, authorization=f"Bearer {KEY}").status == 200)
-    engine.forget()
-    return engine
+def engine(deployment: Deployment, tls_engine: SimulatedEngine) -> SimulatedEngine:
+    tls_engine.set(**asdict(Knobs()))
+    tls_engine.forget()
+    return tls_engine
 
 
 def _trusting(authority: trustme.CA) -> ssl.SSLContext:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 from tests.support.wait import aeventually
 
@@ -61,8 +61,7 @@ class _End(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no asyncio class
         self.road.ends.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

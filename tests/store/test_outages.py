@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,6 +177,17 @@ async def test_r99_scripts_flushed_in_mid_traffic(own_redis: Space, attempts: li
         await now.is_exact()
 
 
+async def test_a_decision_after_the_scripts_were_lost_is_a_shared_one(own_redis: Space) -> None:
+    async with workers(own_redis, 2) as (w1, w2):
+        await w1.add_ready(A, models=("m", "only-a"))
+        await w1.add_ready(B)
+        await w2.registry.refresh()
+        await w1.take(10, model="only-a")
+        own_redis.cli("SCRIPT", "FLUSH")
+        assert [ticket.url for ticket in await w2.take(10)] == [B] * 10
+        assert totals(own_redis) == {A: 10, B: 10}
+
+
 async def test_r97_demoted_to_a_read_only_replica(own_redis: Space) -> None:
     async with AsyncExitStack() as stack:
         now = await scene(stack, own_redis)
@@ -242,6 +254,27 @@ async def test_local_decisions_are_the_policys_on_local_counts(own_redis: Space)
         own_redis.server.resume()
         await aeventually(lambda: exact(own_redis, [worker]))
         assert len(tickets) == sum(totals(own_redis).values()) == 120
+
+
+async def test_local_decisions_know_the_latencies_of_this_worker(
+    own_redis: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now_s, time_ns=time.time_ns)
+    monkeypatch.setattr(ledger_module, "time", clock)
+    async with Worker(
+        own_redis.url, own_redis.namespace, "w1", strategy="min_observed_latency", timeout_s=TIMEOUT_S
+    ) as worker:
+        await worker.add_ready(A, models=("m", "only-a"))
+        await worker.add_ready(B, models=("m", "only-b"))
+        for model, latency_s in (("only-a", 0.5), ("only-b", 0.25)):
+            (ticket,) = await worker.take(model=model)
+            now_s += latency_s
+            ticket.release(succeeded=True)
+        own_redis.server.pause()
+        assert [ticket.url for ticket in await worker.take(20)] == [B] * 20
+        own_redis.server.resume()
+        await aeventually(lambda: exact(own_redis, [worker]))
 
 
 # --- the road -------------------------------------------------------------------------------------
@@ -358,6 +391,8 @@ async def test_a_worker_that_was_given_up_restates_at_its_next_call(redis: Space
         tickets = await w1.take(4)
         await w2.registry.refresh()
         await w2.take()
+        if first_call != "renewal":
+            w1.ledger._keeper.cancel()  # type: ignore[union-attr]
         redis.cli("ZADD", redis.key("workers"), "1", "w1")
         assert await Reaper(w2.registry, w2.keys).reap() == 4
         expected = {"acquire": 5, "release": 3, "renewal": 4}[first_call]
@@ -367,6 +402,18 @@ async def test_a_worker_that_was_given_up_restates_at_its_next_call(redis: Space
             tickets.pop().release(succeeded=False)
         await aeventually(lambda: totals(redis) == {A: expected + 1})
         assert ledger_of(redis, "w1") == {A: expected}
+
+
+async def test_a_worker_that_was_given_up_decides_with_the_others_counts_at_once(redis: Space) -> None:
+    async with workers(redis, 2) as (w1, w2):
+        await w1.add_ready(A, models=("m", "only-a"))
+        await w1.add_ready(B)
+        await w2.registry.refresh()
+        await w2.take(10, model="only-a")
+        redis.cli("ZADD", redis.key("workers"), "1", "w1")
+        await Reaper(w2.registry, w2.keys).reap()
+        assert [ticket.url for ticket in await w1.take(10)] == [B] * 10
+        assert totals(redis) == {A: 10, B: 10}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 import shlex
@@ -126,6 +127,18 @@ def test_the_reader_of_lua_sees_what_it_is_there_for() -> None:
     ]
 
 
+@functools.cache
+def words_in_python() -> dict[str, set[str]]:
+    """path -> the texts in it, of all that may call a script."""
+    found = {}
+    for path in [*(ROOT / "app").rglob("*.py"), *(ROOT / "workers").rglob("*.py")]:
+        if path.name != "scripts.py":
+            nodes = ast.walk(ast.parse(path.read_text()))
+            constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
+            found[str(path.relative_to(ROOT))] = {text for text in constants if isinstance(text, str)}
+    return found
+
+
 # --- headers --------------------------------------------------------------------------------------
 
 
@@ -185,12 +198,7 @@ def test_the_callers_named_are_those_that_call(name: str) -> None:
     top = header(FILES[name])
     named = re.findall(r"[\w/]+\.py", top[top.index("CALLER") :])
     literal = f"{name}_" if name in FRAMES else name
-    calling = set()
-    for path in [*(ROOT / "app").rglob("*.py"), *(ROOT / "workers").rglob("*.py")]:
-        constants = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
-        if literal in constants and path.name != "scripts.py":
-            calling.add(str(path.relative_to(ROOT)))
-    assert set(named) == calling
+    assert set(named) == {path for path, words in words_in_python().items() if literal in words}
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_FILES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -120,7 +121,8 @@ def test_the_thresholds_are_the_operators() -> None:
     [
         (State.READY, 0, 5),
         (State.READY, 100_000, 5),
-        (State.ASLEEP, 0, 5),
+        (State.ASLEEP, 0, 1),
+        (State.ASLEEP, 60, 5),
         (State.PENDING, 0, 1),
         (State.PENDING, 59.9, 1),
         (State.PENDING, 60, 5),
@@ -369,10 +371,13 @@ async def test_a_node_that_is_away_for_too_long_is_gone_and_comes_back_by_itself
         assert not one.registry.snapshot.models() or one.registry.snapshot.models() == ["m"]
         # It answers again, with its models: a gone node is probed still, if rarely.
         one.engines.answers.clear()
-        record = one.prober._records[A]
-        assert record.due_at_s - asyncio.get_running_loop().time() <= 10
-        record.due_at_s = 0.0
-        await aeventually(becomes(redis, "ready"))
+
+        def back() -> bool:
+            for record in one.prober._records.values():
+                record.due_at_s = 0.0
+            return state_of(redis) == "ready"
+
+        await aeventually(back)
         await aeventually(becomes(redis, "ready", B))
 
 
@@ -440,30 +445,34 @@ async def test_the_probe_of_a_removed_node_is_ended(redis: Space) -> None:
         assert one.prober._records == {}
 
 
+async def fleet(space: Space, count: int, state: State | None = None) -> None:
+    """Nodes that are there before the prober is."""
+    async with Worker(space.url, space.namespace, "w0") as worker:
+        for i in range(count):
+            await add(worker.registry, f"http://n{i}", state)
+
+
 async def test_a_fleet_is_probed_64_at_a_time(redis: Space) -> None:
-    async with probing(redis) as one:
-        one.engines.hold = asyncio.Event()
-        for i in range(100):
-            await add(one.registry, f"http://n{i}")
-        await aeventually(lambda: one.engines.at_once == 64)
-        assert repr(one.prober) == "<Prober w1 nodes=100 probing=100>"
-        one.engines.hold.set()
-        await aeventually(lambda: all(fields["state"] == "ready" for fields in registered(redis).values()), within_s=5)
-        assert one.engines.most_at_once == 64
+    await fleet(redis, 80)
+    engines = Engines()
+    engines.hold = asyncio.Event()
+    async with probing(redis, engines=engines) as one:
+        await aeventually(lambda: engines.at_once == 64 and repr(one.prober) == "<Prober w1 nodes=80 probing=80>")
+        engines.hold.set()
+        await aeventually(lambda: len(engines.looks) == 80)
+        assert engines.most_at_once == 64
 
 
 async def test_a_fleet_that_times_out_together_goes_down_together(redis: Space) -> None:
     """Every probe asks Redis at the same moment whether its node is busy: none of them may be lost for that."""
-    async with probing(redis, rules=replace(RACING, down_after=1)) as one:
-        for i in range(64):
-            await add(one.registry, f"http://n{i}", State.READY)
-        one.engines.hold = asyncio.Event()
-        await aeventually(lambda: one.engines.at_once == 64)
-        one.engines.answers = {f"http://n{i}": timeout() for i in range(64)}
-        looks = one.engines.looks.total()
-        one.engines.hold.set()
-        await aeventually(lambda: all(fields["state"] == "down" for fields in registered(redis).values()), within_s=5)
-        assert one.engines.looks.total() - looks <= 64 + 8
+    await fleet(redis, 60, State.READY)
+    engines = Engines()
+    engines.hold = asyncio.Event()
+    engines.answers = {f"http://n{i}": timeout() for i in range(60)}
+    async with probing(redis, engines=engines, rules=replace(RULES, down_after=1)):
+        await aeventually(lambda: engines.at_once == 60)
+        engines.hold.set()
+        await aeventually(lambda: all(fields["state"] == "down" for fields in registered(redis).values()), within_s=4)
 
 
 async def test_damaged_keys_and_totals_are_put_right(redis: Space) -> None:
@@ -524,6 +533,24 @@ async def test_who_lost_the_lease_ends_its_probes(redis: Space) -> None:
         assert redis.cli("GET", redis.key("prober")) == "somebody else"
 
 
+async def test_the_loop_ends_even_if_its_cancellation_is_lost(redis: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As asyncio.wait_for, under the client library, loses one on Python 3.11."""
+    async with probing(redis) as one:
+        turn, reached = one.prober._turn, asyncio.Event()
+
+        async def lose_one_cancellation() -> None:
+            monkeypatch.setattr(one.prober, "_turn", turn)
+            reached.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+        monkeypatch.setattr(one.prober, "_turn", lose_one_cancellation)
+        await reached.wait()
+        one.task.cancel()
+        done, _ = await asyncio.wait({one.task}, timeout=2)
+        assert done
+
+
 @pytest.fixture
 def own_redis() -> Iterator[Space]:
     with PrivateRedis() as server:
@@ -533,7 +560,7 @@ def own_redis() -> Iterator[Space]:
 async def test_a_turn_without_redis_is_no_end(own_redis: Space) -> None:
     async with probing(own_redis) as one:
         await add(one.registry, A)
-        await aeventually(becomes(own_redis, "ready"))
+        await aeventually(lambda: one.registry.snapshot.nodes[A].state is State.READY)
         own_redis.server.kill()
         looks = one.engines.looks[A]
         await asyncio.to_thread(own_redis.server.start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 import pytest
@@ -68,6 +69,28 @@ async def test_the_loop_reaps_by_itself(redis: Space, monkeypatch: pytest.Monkey
         await asyncio.gather(task, return_exceptions=True)
 
 
+async def test_the_loop_ends_even_if_its_cancellation_is_lost(redis: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As asyncio.wait_for, under the client library, loses one on Python 3.11."""
+    monkeypatch.setattr(reaper_module, "LOOK_EVERY_S", 0.02)
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        reaper, reached = Reaper(worker.registry, worker.keys), asyncio.Event()
+        reap = reaper.reap
+
+        async def lose_one_cancellation() -> int:
+            monkeypatch.setattr(reaper, "reap", reap)
+            reached.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            return 0
+
+        monkeypatch.setattr(reaper, "reap", lose_one_cancellation)
+        task = asyncio.create_task(reaper.run())
+        await reached.wait()
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=2)
+        assert done
+
+
 async def test_many_dead_at_once_come_back_in_a_few_looks(redis: Space) -> None:
     async with Worker(redis.url, redis.namespace, "w1") as worker:
         await worker.add_ready(A)
@@ -81,6 +104,19 @@ async def test_many_dead_at_once_come_back_in_a_few_looks(redis: Space) -> None:
         reaper = Reaper(worker.registry, worker.keys)
         assert [await reaper.reap() for _ in range(4)] == [200, 200, 60, 0]
         assert totals(redis) == {A: 1}
+
+
+async def test_who_renewed_in_the_last_moment_is_spared(redis: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        await worker.add_ready(A)
+        await worker.take(2)
+
+        async def as_it_was_before_the_renewal(*_: object, **__: object) -> list[str]:
+            return ["w1"]
+
+        monkeypatch.setattr(worker.registry.redis, "zrangebyscore", as_it_was_before_the_renewal)
+        assert await Reaper(worker.registry, worker.keys).reap() == 0
+        assert exact(redis, [worker])
 
 
 async def test_the_master_gives_a_dead_child_back_at_once(redis: Space) -> None:

@@ -1,0 +1,50 @@
+"""Clients that send their next request before the answer to the last one."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from tests.support.wait import eventually
+
+BODY = b'{"model":"sim","messages":[]}'
+REQUEST = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    % len(BODY)
+) + BODY
+
+
+def test_a_pipelined_client_that_leaves_frees_the_engine(deployment_factory: Any, engine_factory: Any) -> None:
+    engine = engine_factory(ttft_s=30)
+    deployment = deployment_factory(workers=1)
+    deployment.add(engine)
+    deployment.wait_for_state("ready", engine)
+    for together in (True, False):
+        engine.forget()
+        client = socket.create_connection(("127.0.0.1", int(deployment.url.rsplit(":", 1)[1])))
+        client.sendall(REQUEST * 2 if together else REQUEST)
+        eventually(lambda: engine.in_flight == 1, within_s=5)
+        if not together:
+            client.sendall(REQUEST)
+        client.close()
+        eventually(lambda: engine.in_flight == 0, within_s=1)
+        eventually(lambda: deployment.unfinished() == {engine.url: 0}, within_s=2)
+
+
+def test_pipelined_requests_are_answered_in_order(deployment_factory: Any, engine_factory: Any) -> None:
+    engine = engine_factory(ttft_s=0)
+    deployment = deployment_factory(workers=1)
+    deployment.add(engine)
+    deployment.wait_for_state("ready", engine)
+    with socket.create_connection(("127.0.0.1", int(deployment.url.rsplit(":", 1)[1]))) as client:
+        client.settimeout(10)
+        ids = [b"request-%d" % n for n in range(40)]
+        for identifier in ids:
+            client.sendall(REQUEST.replace(b"Host: x", b"Host: x\r\nX-Request-Id: " + identifier))
+        came = b""
+        while came.count(b"HTTP/1.1 200") < len(ids):
+            data = client.recv(65536)
+            assert data
+            came += data
+    places = [came.index(b"x-request-id: " + identifier + b"\r\n") for identifier in ids]
+    assert places == sorted(places)
