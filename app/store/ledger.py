@@ -191,9 +191,13 @@ class Ledger:
         locally: Callable[[Pool], list[str]],
     ) -> list[Ticket]:
         """Follow the registry until the decision is made on its current version; else decide locally."""
-        await self._look_if_unserved(select)
         for attempt in range(STALE_TRIES):
-            pool = select(self._registry.snapshot)
+            try:
+                pool = select(self._registry.snapshot)
+            except (ModelNotFound, NoNodeAvailable):
+                # Before it is turned away: another worker may have added or revived a node just now.
+                await self._look_again()
+                pool = select(self._registry.snapshot)
             while self._restated is not None:
                 await asyncio.shield(self._restated)
             if self._pipeline is None:
@@ -218,14 +222,10 @@ class Ledger:
             self._restate_soon()
         return [Ticket(self, url) for url in urls]
 
-    async def _look_if_unserved(self, select: Select) -> None:
-        """Before a request is turned away, see whether another worker has added or revived a node just now."""
-        try:
-            select(self._registry.snapshot)
-        except (ModelNotFound, NoNodeAvailable):
-            if self._pipeline is not None:
-                with contextlib.suppress(StoreUnavailable):
-                    await self._registry.refresh()
+    async def _look_again(self) -> None:
+        if self._pipeline is not None:
+            with contextlib.suppress(StoreUnavailable):
+                await self._registry.refresh()
 
     async def _count(
         self,
