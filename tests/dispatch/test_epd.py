@@ -336,7 +336,7 @@ async def test_encoders_that_are_all_down_are_a_503_that_names_the_role() -> Non
     with pytest.raises(NoNodeAvailable, match="no Encode node with the model 'm' is alive") as caught:
         await world.ask(image(0))
     status, headers, body = error_answer(caught.value)
-    assert status == 503 and (b"retry-after", b"1") in headers
+    assert status == 503 and (b"retry-after", b"2") in headers
     assert json.loads(body)["error_code"] == 10401
     assert world.taker.takes == [] and world.caller.calls == []
 
@@ -444,7 +444,7 @@ async def test_r76_all_down_is_a_503_naming_the_role_and_neither_prefill_nor_dec
         world.caller.behaviour[f"http://e{n}:1"] = failure
     with pytest.raises(NoNodeAvailable, match="no Encode node could take the media: ") as caught:
         await world.ask(image(0))
-    assert caught.value.status == 503 and caught.value.retry_after_s == 1
+    assert caught.value.status == 503 and caught.value.retry_after_s == 2
     assert Counter(call.url for call in world.caller.calls) == {f"http://e{n}:1": 1 for n in range(encoders)}
     assert world.ledger.unfinished == {}
     assert world.ledger.taken[D0] == world.ledger.taken[P0] == 0

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 import pytest
 
@@ -20,23 +21,29 @@ from tests.support.wait import eventually
 SETTINGS = {"probe_interval_s": 1, "lease_s": 2}
 
 
+FLEETS: dict[str, dict[str, Any]] = {
+    "weighted": {"encoder_policy": "weighted", "encoder_max_batch_size": 2},
+    "unwritten": {"encoder_policy": "least_unfinished", "no_rewrite": True},
+}
+
+
 @pytest.fixture(scope="module")
-def fleet(redis_server: PrivateRedis) -> Iterator[Fleet]:
-    one = Fleet(redis_server, workers=1, settings=SETTINGS)
-    yield one
-    one.close()
+def fleets(redis_server: PrivateRedis) -> Iterator[dict[str, Fleet]]:
+    made = {name: Fleet(redis_server, workers=1, settings=SETTINGS | more) for name, more in FLEETS.items()}
+    yield made
+    for fleet in made.values():
+        fleet.close()
 
 
 @pytest.fixture
-def weighted(fleet: Fleet, engine_loop: LoopThread) -> Iterator[Floor]:
-    with floor_on(*fleet.get("weighted", encoder_policy="weighted", encoder_max_batch_size=2), engine_loop) as one:
+def weighted(fleets: dict[str, Fleet], engine_loop: LoopThread) -> Iterator[Floor]:
+    with floor_on(*fleets["weighted"].get(), engine_loop) as one:
         yield one
 
 
 @pytest.fixture
-def unwritten(fleet: Fleet, engine_loop: LoopThread) -> Iterator[Floor]:
-    space, masters = fleet.get("unwritten", encoder_policy="least_unfinished", no_rewrite=True)
-    with floor_on(space, masters, engine_loop, fabric=Fabric(rewrite=False)) as one:
+def unwritten(fleets: dict[str, Fleet], engine_loop: LoopThread) -> Iterator[Floor]:
+    with floor_on(*fleets["unwritten"].get(), engine_loop, fabric=Fabric(rewrite=False)) as one:
         yield one
 
 
