@@ -149,20 +149,23 @@ class Prober:
             while not task.cancelling():
                 self._awake.clear()
                 try:
-                    if await self._hold_lease():
+                    if await self._hold_lease(LEASE_MS):
                         await self._turn()
                     else:
                         self._rest()
                 except (StoreUnavailable, RedisError, OSError) as e:
                     log.debug("no turn: %s", e)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(TURN_S):
+                    async with asyncio.timeout(min(TURN_S, self._rules.interval_s)):
                         await self._awake.wait()
         finally:
             self._rest()
+            # Whoever stops in good order leaves no gap of a whole lease.
+            with contextlib.suppress(StoreUnavailable, RedisError, OSError):
+                await self._hold_lease(0)
 
-    async def _hold_lease(self) -> bool:
-        (code,) = await self._registry.run("hold_lease", [self._keys.prober], [self._worker, LEASE_MS])
+    async def _hold_lease(self, lease_ms: int) -> bool:
+        (code,) = await self._registry.run("hold_lease", [self._keys.prober], [self._worker, lease_ms])
         return bool(code == Code.DONE)
 
     def _rest(self) -> None:

@@ -254,13 +254,9 @@ BAD: dict[str, tuple[list[str], dict[str, str], str]] = {
     "port above 65535": (["--server-port", "70000"], {}, "--server-port"),
     "unknown strategy": (["--routing-strategy", "fastest"], {}, "--routing-strategy"),
     "redis over http": (["--redis-url", "http://127.0.0.1:6379"], {}, "--redis-url"),
-    "size with an unknown suffix": (["--max-body-size", "12XB"], {}, "--max-body-size"),
-    "node over ftp": (["--nodes", "ftp://engine:1"], {}, "--nodes"),
-    "timeout that is no number": (["--idle-timeout-s", "nan"], {}, "--idle-timeout-s"),
     "ssl without files": (["--ssl"], {}, "SSL_"),
     "unknown flag": (["--wrokers", "2"], {}, "--wrokers"),
     "bad value in the environment": ([], {"EVENHAND_WORKERS": "many"}, "EVENHAND_WORKERS"),
-    "bad AIOHTTP_TIMEOUT": ([], {"AIOHTTP_TIMEOUT": "soon"}, "AIOHTTP_TIMEOUT"),
 }
 
 
