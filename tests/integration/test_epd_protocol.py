@@ -28,7 +28,7 @@ GRID = {"image_grid_thw": [[1, 44, 80]]}
 
 @pytest.fixture(scope="module")
 def fleet(redis_server: PrivateRedis) -> Iterator[Fleet]:
-    one = Fleet(redis_server, workers=2, settings={"probe_interval_s": 1, "lease_s": 2})
+    one = Fleet(redis_server, workers=1, settings={"probe_interval_s": 1, "lease_s": 2})
     yield one
     one.close()
 

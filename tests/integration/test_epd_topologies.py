@@ -40,7 +40,7 @@ SPLIT = {
 
 @pytest.fixture(scope="module")
 def fleet(redis_server: PrivateRedis) -> Iterator[Fleet]:
-    one = Fleet(redis_server, workers=2, settings=SETTINGS | SPLIT)
+    one = Fleet(redis_server, workers=1, settings=SETTINGS | SPLIT)
     yield one
     one.close()
 
