@@ -9,6 +9,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
 from app.settings import Settings, choices_of, flag_of, is_list, is_secret, variables_of
 
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         settings = Settings.load({name: getattr(args, name) for name in Settings.model_fields})
+        Topology.of(settings)  # a contradiction is one line here, and a traceback in every worker
         from workers.supervisor import serve  # after the check: a wrong flag should not wait for a server's imports
 
         return serve(settings, simulate=args.simulate)

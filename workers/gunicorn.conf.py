@@ -21,6 +21,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(_ROOT):  # the working directory may hold an `app` of its own
     sys.path.insert(0, str(_ROOT))
 
+from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
 from app.settings import Settings
 from workers.logs import logging_config
@@ -38,6 +39,7 @@ try:
     _settings = Settings.load()
     if _settings.redis_url is None:
         raise ConfigurationError("EVENHAND_REDIS_URL is not set; `evenhand serve` would start an embedded Redis")
+    Topology.of(_settings)
 except ConfigurationError as _e:
     sys.exit(f"gunicorn.conf.py: {_e.message}")
 # Paths become absolute before gunicorn changes the directory, and the workers read the same again.

@@ -129,7 +129,7 @@ class Epd:
         except BaseException:
             held.give_back()
             raise
-        headers = [*request.headers, *consumer.headers]
+        headers = [*without_rank(request.headers), *consumer.headers] if consumer.headers else request.headers
         return await held.send(replace(request, body=body, headers=headers)), consumer
 
     async def _encode(self, request: EngineRequest, media: MediaRequest, consumer_zmq: str | None) -> bytes:
@@ -271,8 +271,13 @@ def child_headers(headers: Headers, first: Item) -> Headers:
     """The request's headers under a request id of its own: `<parent>:<index of the first item>:<6 hex>`."""
     return [
         (name, value + b":%d:%s" % (first.index, secrets.token_hex(3).encode()) if name == b"x-request-id" else value)
-        for name, value in headers
+        for name, value in without_rank(headers)
     ]
+
+
+def without_rank(headers: Headers) -> Headers:
+    """Less a data-parallel rank of the client's own: it names a replica of the node that answers, if anything."""
+    return [header for header in headers if header[0] != b"x-data-parallel-rank"]
 
 
 def _first(failures: BaseExceptionGroup[Exception]) -> Exception:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from app.dispatch.consumers import Consumers
 from app.errors import BadRequest, ConfigurationError
 from app.nodes import Role
 from app.settings import Settings
@@ -50,6 +51,7 @@ class Topology:
         twice = next((url for url in static if static.count(url) > 1), None)
         if twice is not None:
             raise ConfigurationError(f"{twice} is named twice; a node has one role")
+        Consumers(settings.decode_servers_urls, settings.ec_consumer_zmq_addrs, settings.ec_consumer_dp_size)
         vllm = bool(settings.encode_servers_urls or prefill)
         return cls(split, "nixl" if vllm else settings.pd_protocol, bool(settings.encode_servers_urls))
 
