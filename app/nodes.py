@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from app.errors import BadRequest
@@ -86,7 +87,12 @@ def normalise_url(value: object, *, field: str = "url") -> str:
     if "\\" in text or "//" in parts.path or any(p in (".", "..") for p in parts.path.split("/")):
         raise BadRequest(f"{field} has a path with empty, . or .. parts", param=field)
     scheme = parts.scheme.lower()
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    host = parts.hostname
+    if "[" in parts.netloc:
+        try:
+            host = f"[{ip_address(host).compressed}]"
+        except ValueError as e:
+            raise BadRequest(f"{field} has a host that is no IPv6 address", param=field) from e
     default_port = 443 if scheme == "https" else 80
     authority = host if port in (None, default_port) else f"{host}:{port}"
     return f"{scheme}://{authority}{parts.path.rstrip('/')}"
@@ -139,6 +145,15 @@ def parse_models(value: object, *, field: str = "models") -> tuple[str, ...]:
     """
     if value is None:
         return ()
-    if not isinstance(value, list) or not all(isinstance(m, str) and m for m in value):
+    if not isinstance(value, list) or not all(isinstance(m, str) and m and _is_text(m) for m in value):
         raise BadRequest(f"{field} must be a list of non-empty strings", param=field)
     return tuple(dict.fromkeys(value))
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be written as UTF-8: a lone surrogate can't."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -8,7 +8,8 @@
 local lease, holder, lease_ms = KEYS[1], ARGV[1], ARGV[2]
 
 local current = redis.call('GET', lease)
-if current and current ~= holder then
+-- A lease without an expiry is nobody's: it was set by hand.
+if current and current ~= holder and redis.call('PTTL', lease) >= 0 then
     return { 10 }
 end
 if lease_ms == '0' then

@@ -22,6 +22,7 @@ local newer = snapshot_version > version
 if not newer and not (repair and snapshot_version == version) then
     return { 8, version }
 end
+redis.call('DEL', engine_keys)
 local at = 4
 for i = 1, count do
     local url, key, n = ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2])
@@ -39,7 +40,6 @@ for i = 1, count do
 end
 for i = FIRST_NODE + count, #KEYS do
     redis.call('SREM', nodes, ARGV[at])
-    redis.call('HDEL', engine_keys, ARGV[at])
     redis.call('DEL', KEYS[i])
     at = at + 1
 end

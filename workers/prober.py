@@ -132,8 +132,10 @@ class Prober:
         self._rules = rules
         self._engine_key = engine_key
         self._records: dict[str, Record] = {}
+        self._probes: set[asyncio.Task[None]] = set()  # those that are cancelled and not over yet too
         self._awake = asyncio.Event()
         self._slots = asyncio.Semaphore(PROBES_AT_ONCE)
+        self._slots_of_failing = asyncio.Semaphore(PROBES_AT_ONCE)
         registry.on_change.append(self._awake.set)
 
     def __repr__(self) -> str:
@@ -160,6 +162,8 @@ class Prober:
                         await self._awake.wait()
         finally:
             self._rest()
+            # The registry's connections are closed next: no probe may be using one still.
+            await asyncio.gather(*self._probes, return_exceptions=True)
             # Whoever stops in good order leaves no gap of a whole lease.
             with contextlib.suppress(StoreUnavailable, RedisError, OSError):
                 await self._hold_lease(0)
@@ -219,11 +223,14 @@ class Prober:
             record = self._records[node.url] = Record(node.incarnation)
         if record.running is None and now_s >= record.due_at_s:
             record.due_at_s = now_s + interval_s(node, self._rules, now_ms)
-            record.running = asyncio.create_task(self._probe(node, record), name=f"probe {node.url}")
+            record.running = task = asyncio.create_task(self._probe(node, record), name=f"probe {node.url}")
+            self._probes.add(task)
+            task.add_done_callback(self._probes.discard)
 
     async def _probe(self, node: Node, record: Record) -> None:
         try:
-            async with self._slots:
+            # Silent nodes hold a slot for the whole timeout: they wait among themselves.
+            async with self._slots if record.misses == 0 else self._slots_of_failing:
                 finding = await self._look(node)
             busy = finding.kind == "timeout" and await self._succeeded_recently(node.url)
             state = verdict(node, record, finding, self._rules, busy=busy)

@@ -103,6 +103,11 @@ class Protocol(HttpToolsProtocol):
         self._head_bytes = 0
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Trailers come through here too; uvicorn would put them among the headers, past every filter in front of us.
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return

@@ -15,10 +15,14 @@ MAX_PARTS = 1000
 """As Starlette's own form parser, which the engines use."""
 MAX_PART_HEAD_BYTES = 8192
 
-_BOUNDARY = re.compile(rb'boundary=(?:"([^"]{1,200})"|([^\s;,"]{1,200}))', re.IGNORECASE).search
-_DISPOSITION = re.compile(rb"^content-disposition:([^\r\n]*)", re.IGNORECASE | re.MULTILINE).search
+# Read strictly, and refused where it is not: whatever is written so that two parsers could read it differently
+# would be one request for us and another for the engine.
+_PARAMETER = rb'\s*;\s*([!#$%&\'*+.^_`|~0-9A-Za-z-]+)=(?:"((?:[^"\\]|\\.)*)"|([^\s;,"]*))'
+_FORM = re.compile(rb"\s*multipart/form-data((?:%s)*)\s*" % _PARAMETER, re.IGNORECASE).fullmatch
+_DISPOSITIONS = re.compile(rb"^content-disposition\s*:([^\r\n]*)", re.IGNORECASE | re.MULTILINE).findall
+_FORM_DATA = re.compile(rb"\s*form-data((?:%s)*)\s*" % _PARAMETER, re.IGNORECASE).fullmatch
 # Every parameter in turn, quoted values whole: a file may be called `; name=model`.
-_PARAMETERS = re.compile(rb';\s*([^\s=;"]+)=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]*))').finditer
+_PARAMETERS = re.compile(_PARAMETER).findall
 
 
 def is_form(content_type: bytes | None) -> bool:
@@ -31,11 +35,12 @@ def model_of_form(content_type: bytes, body: bytes, *, allow_transfer_params: bo
     Raises:
         BadRequest: no valid form, no model, or an internal field.
     """
-    boundary = _BOUNDARY(content_type)
-    if boundary is None:
-        raise BadRequest("The Content-Type of a form must have a boundary")
+    form = _FORM(content_type)
+    boundary = _parameters(form[1]).get(b"boundary") if form is not None else None
+    if not boundary:
+        raise BadRequest("The Content-Type of a form must have one boundary")
     model = b""
-    for name, start, end in _parts(body, b"--" + (boundary[1] or boundary[2])):
+    for name, start, end in _parts(body, b"--" + boundary):
         if name == "model":
             model = body[start:end]
         elif name in INTERNAL and not allow_transfer_params:
@@ -71,8 +76,18 @@ def _parts(body: bytes, delimiter: bytes) -> Iterator[tuple[str, int, int]]:
 
 
 def _name_of(head: bytes) -> str:
-    disposition = _DISPOSITION(head)
-    for parameter in _PARAMETERS(disposition[1]) if disposition is not None else ():
-        if parameter[1].lower() == b"name":
-            return (parameter[2] if parameter[2] is not None else parameter[3]).decode("utf-8", "replace")
-    return ""
+    dispositions = _DISPOSITIONS(head)
+    form_data = _FORM_DATA(dispositions[0]) if len(dispositions) == 1 else None
+    if form_data is None:
+        raise BadRequest("Every part of a form must have one Content-Disposition: form-data")
+    return _parameters(form_data[1]).get(b"name", b"").decode("utf-8", "replace")
+
+
+def _parameters(text: bytes) -> dict[bytes, bytes]:
+    """By name in lower case. Raises BadRequest where one is given twice."""
+    found: dict[bytes, bytes] = {}
+    for name, quoted, plain in _PARAMETERS(text):
+        if name.lower() in found:
+            raise BadRequest(f"The form gives the parameter {name.decode()} twice")
+        found[name.lower()] = quoted or plain
+    return found

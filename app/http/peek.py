@@ -10,6 +10,7 @@ Internal fields steer the engines' cache transfer. From a client they are an att
 from __future__ import annotations
 
 import json
+import re
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -35,6 +36,10 @@ class _Peek(msgspec.Struct, gc=False):
     disaggregated_params: Raw | UnsetType = UNSET
     disagg_prefill_resp: Raw | UnsetType = UNSET
 
+
+SECOND_OPINION_BYTES = 2**20
+"""The standard library builds every object of a body; on a large one that would stop the worker for seconds."""
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]").search
 
 INTERNAL = _Peek.__struct_fields__[2:]
 _NOTHING = (UNSET,) * (len(INTERNAL) + 1)
@@ -72,6 +77,8 @@ def _second_opinion(body: bytes, strict: msgspec.DecodeError) -> _Peek:
     Raises:
         BadRequest: it is no JSON for that one either.
     """
+    if len(body) > SECOND_OPINION_BYTES or not _SURROGATE(body):
+        raise BadRequest(f"The request body is not valid JSON: {strict}") from strict
     try:
         members = json.loads(body.decode(), parse_constant=_no_constant)
     except RecursionError as e:
@@ -112,7 +119,9 @@ def _without_internal(found: _Peek, body: bytes) -> bytes:
     if found.vllm_xargs is not UNSET:
         try:
             inside = _members(found.vllm_xargs)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            if bytes(found.vllm_xargs).lstrip()[:1] == b"{":  # the engine's parser may see more in it
+                raise BadRequest("vllm_xargs is not strict JSON", param="vllm_xargs") from None
             inside = {}  # not an object: the engine will say so
         for field in inside:
             if field in INTERNAL:

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -91,6 +91,15 @@ def node_from_fields(url: str, fields: Mapping[str, str]) -> Node | None:
         )
     except (KeyError, ValueError, TypeError):
         return None
+
+
+def seconds(window: Iterable[str]) -> list[float]:
+    """The latencies of a window; what somebody else put there is left out."""
+    found = []
+    for text in window:
+        with contextlib.suppress(ValueError):
+            found.append(float(text))
+    return found
 
 
 def number(version: str | None) -> int:
@@ -231,7 +240,7 @@ class Registry:
                     pipe.lrange(keys.latency(url), 0, -1)
                 counts, *windows = await pipe.execute()
             return {
-                url: NodeStatus(node, int(counts.get(url, 0)), [float(latency) for latency in window])
+                url: NodeStatus(node, int(counts.get(url, 0)), seconds(window))
                 for (url, node), window in zip(nodes.items(), windows, strict=True)
             }
 
@@ -323,9 +332,16 @@ class Registry:
     async def _change(
         self, change: str, url: str, script: str, names: tuple[str, ...], arguments: list[Argument]
     ) -> Code:
-        # First restore what was lost: a change made to an emptied registry would count as newer.
-        await self.refresh()
-        code, version = await self._guard(lambda: self.run(script, names, arguments))
+        for _ in range(READ_TRIES):
+            # First mend what was lost or edited: a change on top of it would carry the damage on as the newest.
+            await self.verify()
+            before = self.snapshot.version
+            code, version = await self._guard(lambda: self.run(script, names, arguments))
+            if version > before or (version == before and code not in (Code.DONE, Code.UPDATED)):
+                break
+            # Redis lost the registry in between, so the change was made to an empty one.
+            if version == before:
+                await self._restore(repair=True)
         if version != self.snapshot.version:
             await self.refresh()
             if self.snapshot.version < version:  # that was a look from before the change

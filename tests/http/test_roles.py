@@ -175,7 +175,7 @@ async def test_profiling_that_no_node_takes_is_a_502_that_says_why() -> None:
 
 async def test_profiling_without_nodes_is_a_503() -> None:
     reply = await World().ask("POST", "/start_profile")
-    assert (reply.status, reply.error["code"], reply.header(b"retry-after")) == (503, "no_node_available", b"1")
+    assert (reply.status, reply.error["code"], reply.header(b"retry-after")) == (503, "no_node_available", b"2")
 
 
 @pytest.mark.parametrize("path", ["/start_profile", "/stop_profile"])

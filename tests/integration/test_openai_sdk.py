@@ -137,11 +137,11 @@ def test_r89_errors_raise_the_matching_class(
 def test_r89_no_node_alive_raises_internal_server_error_with_retry_after(
     deployment: Deployment, once: openai.OpenAI, engine_factory: Factory
 ) -> None:
-    prefill = engine_factory(models=("prefill-only",))
-    deployment.add(prefill, role="Prefill")
-    on_every_worker(deployment, lambda: "prefill-only" in deployment.get("/v1/models").text)
+    encoder = engine_factory(models=("encoder-only",))
+    deployment.add(encoder, role="Encode")
+    on_every_worker(deployment, lambda: "encoder-only" in deployment.get("/v1/models").text)
     with pytest.raises(openai.InternalServerError) as raised:
-        once.chat.completions.create(model="prefill-only", messages=HELLO)
+        once.chat.completions.create(model="encoder-only", messages=HELLO)
     assert raised.value.status_code == 503
     assert 1 <= int(raised.value.response.headers["retry-after"]) <= 60
 

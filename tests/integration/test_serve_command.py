@@ -104,7 +104,7 @@ def test_r33_embedded_redis_is_private_and_the_registry_survives_restart_and_kil
         assert client.scard("evenhand:{test}:nodes") == 0
 
     deployment.add(engines[0], speed=2.5)
-    deployment.add(engines[1], role="prefill", speed=4)
+    deployment.add(engines[1], role="encode", speed=4)
     assert start(load.many(deployment.url, 5)).result(10)[0].ok
     before = deployment.nodes()
     deployment.stop()

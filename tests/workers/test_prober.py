@@ -527,10 +527,34 @@ async def test_who_lost_the_lease_ends_its_probes(redis: Space) -> None:
         one.engines.hold = asyncio.Event()
         await add(one.registry, A)
         await aeventually(lambda: one.engines.at_once == 1)
-        redis.cli("SET", redis.key("prober"), "somebody else")
+        redis.cli("SET", redis.key("prober"), "somebody else", "PX", 60_000)
         await aeventually(lambda: one.engines.at_once == 0)
         assert one.prober._records == {}
         assert redis.cli("GET", redis.key("prober")) == "somebody else"
+
+
+async def test_when_the_loop_has_ended_so_have_its_probes(redis: Space) -> None:
+    """The registry's connections are closed next."""
+    engines, over = Engines(), []
+
+    async def slow_to_die(url: str, key: str | None) -> Health:
+        engines.at_once += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.05)  # as a connection takes a moment to close
+            over.append(url)
+        raise AssertionError
+
+    engines.health = slow_to_die  # type: ignore[method-assign]
+    async with probing(redis, engines=engines) as one:
+        await add(one.registry, A)
+        await add(one.registry, B)
+        await aeventually(lambda: engines.at_once == 2)
+        await one.registry.remove(B)  # cancelled already
+        one.task.cancel()
+        await asyncio.wait({one.task})
+        assert sorted(over) == [A, B]
 
 
 async def test_the_loop_ends_even_if_its_cancellation_is_lost(redis: Space, monkeypatch: pytest.MonkeyPatch) -> None:
