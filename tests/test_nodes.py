@@ -178,3 +178,14 @@ def test_a_node_is_pending_and_hybrid_unless_said_otherwise() -> None:
         None,
         False,
     )
+
+
+def test_a_model_name_that_is_no_text_is_refused() -> None:
+    with pytest.raises(BadRequest):
+        parse_models(["m", "\ud800"])
+
+
+def test_an_ipv6_address_has_one_spelling() -> None:
+    assert normalise_url("http://[0:0:0:0:0:0:0:1]:8000") == "http://[::1]:8000"
+    with pytest.raises(BadRequest):
+        normalise_url("http://[v1.a]:8000")

@@ -427,7 +427,7 @@ class Ledger:
             for script in (self._acquire_script, self._encoders_script, self._scripts["release"]):
                 await pipeline.call(("SCRIPT", "LOAD", script.text))
             # Wall-clock ms, so that a worker restarted under the same id is never behind itself.
-            self._generation = max(self._generation + 1, time.time_ns() // 1_000_000)
+            first, self._generation = not self._generation, max(self._generation + 1, time.time_ns() // 1_000_000)
             changes = self._changes
             reply = await pipeline.call(self._restate_command())
             if reply[0] != Code.DONE:
@@ -445,7 +445,8 @@ class Ledger:
         if changes != self._changes:
             self._restate_soon()
         self._registry.refresh_soon()
-        log.info("decisions are shared: joined as %s", self.worker)
+        # As loud as the line that said it was over.
+        log.log(logging.INFO if first else logging.WARNING, "decisions are shared: joined as %s", self.worker)
 
     async def _keep(self) -> None:
         """Renew the lease each second; join again, with growing pauses, when the connection is gone."""

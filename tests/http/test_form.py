@@ -101,3 +101,30 @@ def test_is_form() -> None:
 def test_any_bytes_give_a_model_or_a_400(body: bytes) -> None:
     with contextlib.suppress(BadRequest):
         assert model_of(body)
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        b"multipart/form-data; x-boundary=AA; y-boundary=XX",
+        b"multipart/form-data; boundary=XX; boundary=YY",
+        b"multipart/form-data; boundary = XX",
+        b"multipart/form-data, boundary=XX",
+    ],
+)
+def test_a_content_type_that_two_parsers_could_read_differently_is_refused(content_type: bytes) -> None:
+    assert "boundary" in refused(form(('name="model"', b"m")), content_type).message
+
+
+@pytest.mark.parametrize(
+    "disposition",
+    [
+        'name = "kv_transfer_params"',
+        'name="x"; name="kv_transfer_params"',
+        'name="x"\r\nContent-Disposition: form-data; name="kv_transfer_params"',
+        'name="x" kv_transfer_params',
+        'name="x"; NAME="y"',
+    ],
+)
+def test_a_part_that_two_parsers_could_read_differently_is_refused(disposition: str) -> None:
+    refused(form(('name="model"', b"m"), (disposition, b"{}")))

@@ -157,3 +157,19 @@ def test_what_is_forwarded_holds_all_of_the_users_and_nothing_internal(members: 
         assert any(members.get(field) is not None for field in INTERNAL)
     else:
         assert json.loads(forwarded) == {k: v for k, v in json.loads(body).items() if k not in INTERNAL}
+
+
+def test_an_internal_field_can_not_hide_behind_what_only_another_parser_takes() -> None:
+    for inside in (b'{"kv_transfer_params":{},"\\ud800":1}', b'{"kv_transfer_params":{},"\xff":1}'):
+        body = b'{"model":"m","vllm_xargs":' + inside + b"}"
+        with pytest.raises(BadRequest):
+            peek(body, allow_transfer_params=False)
+
+
+def test_broken_json_is_not_built_in_memory_to_find_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(*args: object, **options: object) -> None:
+        raise AssertionError("the whole body was decoded")
+
+    monkeypatch.setattr(json, "loads", built)
+    for body in (b'{"model":"m","a":[[],[],', b'{"model":"m","a":"\\ud800","b":"' + b"x" * 2**20 + b'"}'):
+        assert refused(body).status == 400

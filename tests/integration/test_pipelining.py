@@ -48,3 +48,27 @@ def test_pipelined_requests_are_answered_in_order(deployment_factory: Any, engin
             came += data
     places = [came.index(b"x-request-id: " + identifier + b"\r\n") for identifier in ids]
     assert places == sorted(places)
+
+
+def test_trailers_are_no_headers(deployment_factory: Any, engine_factory: Any) -> None:
+    engine = engine_factory(ttft_s=0)
+    deployment = deployment_factory(workers=1)
+    deployment.add(engine)
+    with socket.create_connection(("127.0.0.1", int(deployment.url.rsplit(":", 1)[1]))) as client:
+        client.settimeout(10)
+        client.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+            b"%x\r\n%s\r\n0\r\nX-Forwarded-For: 6.6.6.6\r\nX-Smuggled: yes\r\n\r\n" % (len(BODY), BODY)
+        )
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+    names = {name.lower(): value for name, value in engine.requests[0].headers}
+    assert names[b"x-forwarded-for"] == b"127.0.0.1"
+    assert b"x-smuggled" not in names
+
+
+def test_a_path_that_is_encoded_many_times_costs_no_time(deployment_factory: Any) -> None:
+    deployment = deployment_factory(workers=1)
+    with socket.create_connection(("127.0.0.1", int(deployment.url.rsplit(":", 1)[1]))) as client:
+        client.settimeout(1)
+        client.sendall(b"POST /v1/%" + b"25" * 20_000 + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 400")

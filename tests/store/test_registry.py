@@ -607,3 +607,56 @@ def test_a_hash_without_what_a_node_needs_is_damaged(field: str) -> None:
     fields = node_to_fields(Node(A))
     del fields[field]
     assert node_from_fields(A, fields) is None
+
+
+# --- what an attack on the promises found ---------------------------------------------------------
+
+
+async def test_a_key_that_the_snapshot_does_not_have_is_gone_after_one_repair(redis: Space) -> None:
+    async with Watcher(redis, 1) as (registry,):
+        await registry.add(A, **plain())
+        redis.cli("HSET", redis.key("engine_keys"), "http://nobody", "z")
+        await registry.verify()
+        version = version_of(redis)
+        for _ in range(3):
+            await registry.verify()
+        assert version_of(redis) == version
+        assert redis.cli("HGETALL", redis.key("engine_keys")) == {}
+
+
+@pytest.mark.parametrize("nodes_before", [0, 1, 3])
+async def test_r34_a_change_is_not_lost_to_a_flush_in_its_middle(
+    redis: Space, nodes_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Watcher(redis, 1) as (registry,):
+        for url in (A, B, "http://10.0.0.9:1")[:nodes_before]:
+            await registry.add(url, **plain())
+        run, flushed = registry.run, []
+
+        async def run_after_a_flush(name: str, *arguments: Any) -> Any:
+            if name == "add_node" and not flushed:
+                flushed.append(redis.cli("FLUSHALL"))
+            return await run(name, *arguments)
+
+        monkeypatch.setattr(registry, "run", run_after_a_flush)
+        await registry.add(C, **plain())
+        assert flushed
+        assert C in registered(redis) and len(registered(redis)) == nodes_before + 1
+        assert set(registry.snapshot.nodes) == set(registered(redis))
+
+
+async def test_r34_a_change_does_not_carry_damage_on(redis: Space) -> None:
+    async with Watcher(redis, 1) as (registry,):
+        await registry.add(A, **plain(key=SECRET))
+        await registry.add(B, **plain())
+        redis.cli("DEL", redis.key("nodes"), redis.key("engine_keys"))
+        await registry.add(C, **plain())
+        assert set(registered(redis)) == {A, B, C}
+        assert redis.cli("HGETALL", redis.key("engine_keys")) == {A: SECRET}
+
+
+async def test_a_window_with_rubbish_in_it_does_not_hide_the_status(redis: Space) -> None:
+    async with Watcher(redis, 1) as (registry,):
+        await registry.add(A, **plain())
+        redis.cli("RPUSH", redis.key(f"latency:{A}"), "0.5", "rubbish", "0.25")
+        assert (await registry.status())[A].latency_s == [0.5, 0.25]
