@@ -150,7 +150,7 @@ def table(nodes: dict[str, dict[str, Any]]) -> str:
     """All nodes of a `/nodes/status` answer, one a line, in columns."""
     if not nodes:
         return "no nodes"
-    rows: list[Sequence[str]] = [("URL", "ROLE", "STATE", "UNFINISHED", "LATENCY_S", "SPEED", "MODELS")]
+    rows: list[Sequence[str]] = [("URL", "ROLE", "STATE", "UNFINISHED", "LATENCY_S", "SPEED", "MODELS", "REASON")]
     for url, node in nodes.items():
         window = node.get("latency") or []
         speed = node.get("speed")
@@ -162,6 +162,7 @@ def table(nodes: dict[str, dict[str, Any]]) -> str:
             f"{sum(window) / len(window):.3f}" if window else "-",
             f"{speed:g}" if isinstance(speed, (int, float)) else "-",
             ",".join(node.get("models") or []) or "-",
+            node.get("reason") or "",
         )
         rows.append([_printable(cell) for cell in row])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

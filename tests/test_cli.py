@@ -210,10 +210,11 @@ def test_nodes_are_listed_in_columns() -> None:
         },
         "http://b": {"role": 3, "models": [], "unfinished": 0, "latency": [], "speed": None, "state": "down\x1b[2J"},
     }
+    nodes["http://b"]["reason"] = "refused"
     assert nodes_command.table(nodes).splitlines() == [
-        "URL                    ROLE    STATE     UNFINISHED  LATENCY_S  SPEED  MODELS",
+        "URL                    ROLE    STATE     UNFINISHED  LATENCY_S  SPEED  MODELS      REASON",
         "http://10.0.0.5:23333  Hybrid  ready             12      1.000      2  llama,qwen",
-        "http://b               Decode  down?[2J           0          -      -  -",
+        "http://b               Decode  down?[2J           0          -      -  -           refused",
     ]
     assert nodes_command.table({}) == "no nodes"
 

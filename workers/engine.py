@@ -15,7 +15,8 @@ import sys
 
 import aiohttp
 
-from app.nodes import Role, parse_role
+from app.errors import BadRequest
+from app.nodes import Role, normalise_url, parse_role
 from workers.engine_answers import Knobs
 from workers.engine_server import Engine
 
@@ -33,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunks", type=_count, default=16, help="chunks of an answer, at most (default: %(default)s)")
     parser.add_argument("--text", default="token", help="what the chunks say (default: %(default)s)")
     parser.add_argument("--key", default="", help="ask for this key on every path")
-    parser.add_argument("--proxy-url", help="register at this distributor, such as http://127.0.0.1:8000")
+    parser.add_argument(
+        "--proxy-url", type=_node_url, help="register at this distributor, such as http://127.0.0.1:8000"
+    )
     parser.add_argument("--url", help="the address to register, where others reach it by another than --host")
     parser.add_argument("--role", type=_role, default=Role.Hybrid, help="Hybrid, Prefill, Decode, Encode or 1 to 4")
     parser.add_argument("--speed", type=_speed, help="the node's speed, any unit, the same for all nodes")
@@ -103,23 +106,32 @@ async def _register(args: argparse.Namespace, engine: Engine) -> None:
     target = args.proxy_url.rstrip("/") + "/nodes/add"
     timeout = aiohttp.ClientTimeout(total=REGISTER_TIMEOUT_S)
     pause_s, longest_s = BACKOFF_S
+    told = False
     async with aiohttp.ClientSession(timeout=timeout, headers={"accept": "application/json"}) as session:
         while True:
             try:
                 async with session.post(target, json={"url": url, "status": status}) as answer:
                     if answer.status == 200:
+                        print(f"registered at {args.proxy_url}", flush=True)
                         return
                     text = (await answer.text())[:300]
                     if answer.status < 500:
                         print(f"evenhand engine: {target} refused it: {answer.status} {text}", file=sys.stderr)
                         return
-            except (aiohttp.ClientError, TimeoutError, OSError):
-                pass
-            except ValueError as e:  # no URL at all: trying again can't help
-                print(f"evenhand engine: can't register at {target}: {e}", file=sys.stderr)
-                return
+            except (aiohttp.ClientError, TimeoutError, OSError) as e:
+                if not told:
+                    told = True
+                    reason = e or type(e).__name__
+                    print(f"evenhand engine: can't reach {target} yet, trying again: {reason}", file=sys.stderr)
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, longest_s)
+
+
+def _node_url(text: str) -> str:
+    try:
+        return normalise_url(text, field="it")
+    except BadRequest as e:
+        raise argparse.ArgumentTypeError(e.message) from e
 
 
 def _port(text: str) -> int:
