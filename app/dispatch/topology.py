@@ -4,7 +4,8 @@
     split      Prefill and Decode nodes share the work; Encode nodes may stand before them
 
 A node of the other kind would be registered and never used, or be asked for half of a hand-over:
-refused at start or registration, with the reason.
+refused at start or registration, with the reason. Only a plain `serve`, which names no arrangement, takes
+a Prefill node as LMDeploy's proxy does: it stands in the registry and serves nobody.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Topology:
     split: bool
     protocol: str
     expects_encoders: bool
+    named: bool = True  # by flags, so that a node of the other kind is a mistake
 
     @classmethod
     def of(cls, settings: Settings) -> Topology:
@@ -53,7 +55,8 @@ class Topology:
             raise ConfigurationError(f"{twice} is named twice; a node has one role")
         Consumers(settings.decode_servers_urls, settings.ec_consumer_zmq_addrs, settings.ec_consumer_dp_size)
         vllm = bool(settings.encode_servers_urls or prefill)
-        return cls(split, "nixl" if vllm else settings.pd_protocol, bool(settings.encode_servers_urls))
+        named = split or vllm or bool(settings.decode_servers_urls)
+        return cls(split, "nixl" if vllm else settings.pd_protocol, bool(settings.encode_servers_urls), named)
 
     def check(self, role: Role, *, field: str = "status.role") -> None:
         """Raises BadRequest for a role that this deployment can't use."""
@@ -63,7 +66,7 @@ class Topology:
                 "allowed are Prefill, Decode, Encode",
                 param=field,
             )
-        if not self.split and role is Role.Prefill:
+        if not self.split and self.named and role is Role.Prefill:
             raise BadRequest(
                 "A Prefill node can't be used while every node does prefill and decode (--serving-strategy Hybrid); "
                 "allowed are Hybrid, Decode, Encode",

@@ -157,19 +157,23 @@ class Registry:
 
     async def refresh(self) -> None:
         """Read the registry if its version is another than the snapshot's. Raises StoreUnavailable."""
-        if self._refreshing is None:
-            self._refreshing = asyncio.create_task(self._refresh(), name="registry-refresh")
-            self._refreshing.add_done_callback(self._refreshed)
-        await asyncio.shield(self._refreshing)
+        await asyncio.shield(self._look())
 
     def refresh_soon(self) -> None:
         """The same in the background; a failure is tried again when the next reply shows the version."""
-        if self._refreshing is None:
-            self._refreshing = asyncio.create_task(self._refresh(), name="registry-refresh")
-            self._refreshing.add_done_callback(self._refreshed)
+        self._look()
+
+    def _look(self) -> asyncio.Task[None]:
+        """The look that is under way, or a new one. One that is over saw the past, called back yet or not."""
+        task = self._refreshing
+        if task is None or task.done():
+            task = self._refreshing = asyncio.create_task(self._refresh(), name="registry-refresh")
+            task.add_done_callback(self._refreshed)
+        return task
 
     def _refreshed(self, task: asyncio.Task[None]) -> None:
-        self._refreshing = None
+        if self._refreshing is task:
+            self._refreshing = None
         if not task.cancelled() and task.exception() is not None:
             log.debug("the registry could not be read: %s", task.exception())
 
@@ -195,6 +199,8 @@ class Registry:
         elif (damaged or nodes != mine.nodes or engine_keys != mine.engine_keys) and self.snapshot is mine:
             log.warning("the registry was damaged; it is written back as it was")
             await self._restore(repair=True)
+            if self.snapshot is mine:  # another worker was faster: take what it wrote
+                await self.refresh()
 
     def _adopt(self, snapshot: Snapshot) -> None:
         # A slow read must not undo a newer one.

@@ -25,8 +25,8 @@ def settings_of(**flags: Any) -> Settings:
 
 ACCEPTED = [
     # name, flags, split?, protocol, encoders expected?, roles that may register, roles that /ready waits for
-    ("nothing named", {}, False, "lmdeploy", False, "HDE", [{"H", "D"}]),
-    ("hybrid", {"nodes": H}, False, "lmdeploy", False, "HDE", [{"H", "D"}]),
+    ("nothing named", {}, False, "lmdeploy", False, "HDEP", [{"H", "D"}]),
+    ("hybrid", {"nodes": H}, False, "lmdeploy", False, "HDEP", [{"H", "D"}]),
     ("E + hybrid", {"encode_servers_urls": E, "nodes": H}, False, "nixl", True, "HDE", [{"H", "D"}, {"E"}]),
     ("E + PD", {"encode_servers_urls": E, "decode_servers_urls": D}, False, "nixl", True, "HDE", [{"H", "D"}, {"E"}]),
     (

@@ -33,7 +33,7 @@ STATIC_SPLIT: dict[str, Any] = {"encode_servers_urls": (E,), "prefill_servers_ur
         ({}, "Hybrid", True),
         ({}, "Decode", True),
         ({}, "Encode", True),
-        ({}, "Prefill", False),
+        ({}, "Prefill", True),
         (SPLIT, "Hybrid", False),
         (SPLIT, "Prefill", True),
         (SPLIT, "Decode", True),
@@ -64,7 +64,7 @@ async def test_r78_a_registration_without_a_role_is_a_hybrid_one_and_refused_whe
 
 
 async def test_r78_a_known_node_keeps_its_role_and_may_not_change_to_one_that_can_not_work() -> None:
-    world = World(nodes=[ALL[0]])
+    world = World(nodes=[ALL[0]], **STATIC_EPD)
     speed = await world.json("POST", "/nodes/add", {"url": E, "status": {"models": ["m"], "speed": 3}})
     assert speed.status == 200 and world.registry.calls[0][2] is Role.Encode
     reply = await world.json("POST", "/nodes/add", {"url": E, "status": {"role": "Prefill", "models": ["m"]}})

@@ -185,6 +185,35 @@ async def test_an_add_is_known_to_its_worker_even_if_an_older_look_was_under_way
         assert list(registry.snapshot.nodes) == [A, B]
 
 
+async def test_a_look_that_is_just_over_is_not_taken_for_one_under_way(redis: Space) -> None:
+    async with Watcher(redis, 2) as (registry, other):
+        look = registry._look()
+        await asyncio.wait({look})
+        registry._refreshing = look  # it is over, its callback has not run yet
+        await other.add(A, **plain())
+        await registry.refresh()
+        assert list(registry.snapshot.nodes) == [A]
+
+
+async def test_who_was_slower_to_repair_takes_what_the_faster_one_wrote(redis: Space) -> None:
+    async with Watcher(redis, 2) as (faster, slower):
+        await faster.add(A, **plain())
+        await slower.refresh()
+        redis.cli("DEL", redis.key("nodes"))
+        read = slower._read
+
+        async def read_then_be_overtaken() -> Any:
+            found = await read()
+            slower._read = read  # type: ignore[method-assign]
+            await faster.verify()
+            return found
+
+        slower._read = read_then_be_overtaken  # type: ignore[method-assign]
+        await slower.verify()
+        assert slower.snapshot.version == faster.snapshot.version == version_of(redis) == 2
+        assert list(registered(redis)) == [A]
+
+
 # --- states ---------------------------------------------------------------------------------------
 
 
