@@ -472,7 +472,7 @@ async def test_a_fleet_that_times_out_together_goes_down_together(redis: Space) 
     async with probing(redis, engines=engines, rules=replace(RULES, down_after=1)):
         await aeventually(lambda: engines.at_once == 60)
         engines.hold.set()
-        await aeventually(lambda: all(fields["state"] == "down" for fields in registered(redis).values()), within_s=4)
+        await aeventually(lambda: all(fields["state"] == "down" for fields in registered(redis).values()), within_s=8)
 
 
 async def test_damaged_keys_and_totals_are_put_right(redis: Space) -> None:
