@@ -14,7 +14,7 @@ import redis
 
 from app.errors import StoreUnavailable
 from app.settings import Settings
-from app.store.keys import Keys
+from app.store.keys import Keys, of_node_removed, of_worker_given_up
 from app.store.registry import Registry
 from app.store.scripts import Code, load_scripts
 
@@ -59,7 +59,7 @@ class Reaper:
         unleased = set(await client.hkeys(keys.sessions)) - set(await client.zrange(keys.workers, 0, -1))
         total = 0
         for worker in [*expired, *unleased]:
-            names = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.workers)
+            names = of_worker_given_up(keys, worker)
             code, returned = await self._registry.run("give_up_worker", names, [worker, "0"])
             if code == Code.DONE:
                 total += returned
@@ -79,7 +79,7 @@ def _master_client(settings: Settings) -> redis.Redis:
 def give_back(settings: Settings, worker: str) -> None:
     """Give up a worker whose process is known to have ended. Synchronous; raises RedisError."""
     keys, script = Keys(settings.namespace), load_scripts()["give_up_worker"]
-    names = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.workers)
+    names = of_worker_given_up(keys, worker)
     with _master_client(settings) as client:
         client.execute_command("EVAL", script.text, *script.evalsha(names, (worker, "1"))[2:])
 
@@ -92,17 +92,7 @@ def forget_registry(settings: Settings) -> int:
         if client.zcount(keys.workers, _now_ms(client.time()), "+inf"):
             return 0
         for url in client.smembers(keys.nodes):
-            names = (
-                keys.nodes,
-                keys.node(url),
-                keys.version,
-                keys.engine_keys,
-                keys.latency(url),
-                keys.latency_mean,
-                keys.explored,
-                keys.last_success,
-                keys.unfinished,
-            )
+            names = of_node_removed(keys, url)
             client.execute_command("EVAL", script.text, *script.evalsha(names, (url, "now"))[2:])
             removed += 1
     return removed

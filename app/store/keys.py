@@ -35,3 +35,23 @@ class Keys:
 
     def latency(self, url: str) -> str:
         return f"{self.prefix}latency:{url}"
+
+
+def of_worker_given_up(keys: Keys, worker: str) -> tuple[str, ...]:
+    """KEYS of give_up_worker.lua."""
+    return keys.unfinished, keys.ledger(worker), keys.sessions, keys.workers
+
+
+def of_node_removed(keys: Keys, url: str) -> tuple[str, ...]:
+    """KEYS of remove_node.lua."""
+    return (
+        keys.nodes,
+        keys.node(url),
+        keys.version,
+        keys.engine_keys,
+        keys.latency(url),
+        keys.latency_mean,
+        keys.explored,
+        keys.last_success,
+        keys.unfinished,
+    )

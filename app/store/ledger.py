@@ -31,7 +31,7 @@ import hiredis
 
 from app.balancing import ENCODER_POLICIES, POLICIES, Candidate, Encoder
 from app.errors import ModelNotFound, NoNodeAvailable, StoreUnavailable
-from app.store.keys import Keys
+from app.store.keys import Keys, of_worker_given_up
 from app.store.pipeline import Pipeline, RedisAddress, Reply
 from app.store.registry import Registry
 from app.store.scripts import Argument, Code, Script
@@ -138,8 +138,7 @@ class Ledger:
         pipeline, self._pipeline = self._pipeline, None
         self._trouble = "closed"
         if pipeline is not None:
-            keys = self._keys
-            names = (keys.unfinished, keys.ledger(self.worker), keys.sessions, keys.workers)
+            names = of_worker_given_up(self._keys, self.worker)
             with contextlib.suppress(StoreUnavailable):
                 # EVAL: a server on which no worker has died yet has never seen this script.
                 script = self._scripts["give_up_worker"]

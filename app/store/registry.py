@@ -29,7 +29,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from app.errors import StoreUnavailable
 from app.nodes import Node, Role, State
-from app.store.keys import Keys
+from app.store.keys import Keys, of_node_removed
 from app.store.scripts import Argument, Code, Script
 from app.store.snapshot import Snapshot
 
@@ -276,18 +276,7 @@ class Registry:
 
     async def remove(self, url: str, *, when: str = "now") -> bool:
         """Take a node out; `when` as in remove_node.lua. Returns whether it was taken out."""
-        keys = self._keys
-        names = (
-            keys.nodes,
-            keys.node(url),
-            keys.version,
-            keys.engine_keys,
-            keys.latency(url),
-            keys.latency_mean,
-            keys.explored,
-            keys.last_success,
-            keys.unfinished,
-        )
+        names = of_node_removed(self._keys, url)
         return await self._change("remove", url, "remove_node", names, [url, when]) == Code.DONE
 
     async def drain(self, url: str, timeout_s: float) -> bool:
