@@ -140,20 +140,20 @@ class Machine(RuleBasedStateMachine):
         """The node it was counted on, None where it was refused."""
         keys = [*self.counting_keys(worker), self.keys.version, self.keys.latency_mean, self.keys.explored]
         flat = [part for url in pool for part in (url, repr(SPEEDS[url]))]
-        reply = self.run(f"acquire_{policy}", keys, [worker, generation, version, repr(two[0]), repr(two[1]), *flat])
+        reply = self.run(f"acquire_{policy}", keys, [worker, generation, version, len(pool), *map(repr, two), *flat])
         model = self.model
         if model.sessions.get(worker) != generation:
-            assert reply == [1, 0, model.version]
+            assert reply == [1, model.version]
             return None
         if version not in ("", str(model.version)):
-            assert reply == [2, 0, model.version]
+            assert reply == [2, model.version]
             return None
         candidates = [
             Candidate(SPEEDS[url], model.unfinished.get(url, 0), model.mean(url), model.explored.get(url, 0))
             for url in pool
         ]
         index, exploring = POLICIES[policy](candidates, two)
-        assert reply == [0, index + 1, model.version]
+        assert reply == [0, model.version, index + 1]
         url = pool[index]
         model.count(url, 1)
         ledger = model.ledgers.setdefault(worker, {})
@@ -488,9 +488,8 @@ class Machine(RuleBasedStateMachine):
             return
         for url in extra:
             del model.nodes[url]
-            model.engine_keys.pop(url, None)
         model.nodes.update(copy.deepcopy(nodes))
-        model.engine_keys.update({url: engine_keys[url] for url in nodes if url in engine_keys})
+        model.engine_keys = {url: engine_keys[url] for url in nodes if url in engine_keys}
         model.version = version if newer else version + 1
         assert reply == [0, model.version]
 
