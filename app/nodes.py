@@ -40,7 +40,8 @@ class Node:
 
     `order` is the registry version at which the node first came (registration order);
     `incarnation` is the version of its latest registration: a probe's verdict on an older
-    incarnation is void.
+    incarnation is void. `life` is the version at which it was registered or came back: links and
+    sessions of an older life are void. `bootstrap_port` is where a prefill node tells of its KV cache.
     """
 
     url: str
@@ -56,6 +57,8 @@ class Node:
     state_since_ms: int = 0
     drain_until_ms: int = 0
     reason: str = ""
+    life: int = 0
+    bootstrap_port: int | None = None
 
 
 def normalise_url(value: object, *, field: str = "url") -> str:

@@ -282,10 +282,34 @@ class Settings(BaseSettings):
         "disable or none: decode nodes prefill too.",
     )
     decode_servers_urls: NodeUrls = Field((), description="Decode nodes, comma-separated.")
-    pd_protocol: Literal["lmdeploy", "nixl"] = Field(
+    pd_protocol: Literal["lmdeploy", "nixl", "mooncake", "sglang"] = Field(
         "lmdeploy",
         description="How separate prefill and decode nodes hand the KV cache over; nixl where encoders or "
         "prefill servers are named by the flags above.",
+    )
+    bootstrap_port: Annotated[int, Ge(1), Le(65535)] = Field(
+        8998, description="mooncake, sglang: port of the bootstrap server of prefill nodes that name no other."
+    )
+    pd_missing_params: Literal["recompute", "fail"] = Field(
+        "recompute",
+        description="lmdeploy, nixl: what becomes of a request whose prefill answer does not say where its "
+        "cache is: decode computes the prompt again, or a 502.",
+    )
+    prefill_fallback: bool = Field(
+        False, description="Where no prefill node can serve, a decode node does all of it. Off: a 503 that says so."
+    )
+    prefill_timeout_s: Seconds = Field(
+        600.0, description="Seconds until a prefill node's answer has to be complete; 0 = no limit."
+    )
+    handover_lease_s: Wait = Field(
+        30.0, description="nixl: seconds for which prefill keeps a cache for decode (vLLM's kv_lease_duration)."
+    )
+    link_timeout_s: Wait = Field(
+        60.0, description="lmdeploy: seconds that linking a prefill and a decode node may take, all tries included."
+    )
+    link_tries: Annotated[int, Ge(1)] = Field(8, description="lmdeploy: how often a link is tried.")
+    gc_age_s: Seconds = Field(
+        600.0, description="lmdeploy: age in seconds from which POST /distserve/gc frees a session under migration."
     )
     encoder_policy: Literal["round_robin", "weighted", "least_unfinished"] = Field(
         "round_robin", description="Which encoder gets a media item: in turn, in turn by speed, or the least busy."

@@ -133,6 +133,7 @@ class Prober:
         self._engine_key = engine_key
         self._records: dict[str, Record] = {}
         self._probes: set[asyncio.Task[None]] = set()  # those that are cancelled and not over yet too
+        self.leading = False  # whether this worker has the turn; others go by it too
         self._awake = asyncio.Event()
         self._slots = asyncio.Semaphore(PROBES_AT_ONCE)
         self._slots_of_failing = asyncio.Semaphore(PROBES_AT_ONCE)
@@ -170,7 +171,8 @@ class Prober:
 
     async def _hold_lease(self, lease_ms: int) -> bool:
         (code,) = await self._registry.run("hold_lease", [self._keys.prober], [self._worker, lease_ms])
-        return bool(code == Code.DONE)
+        self.leading = bool(code == Code.DONE) and lease_ms > 0
+        return self.leading
 
     def _rest(self) -> None:
         for record in self._records.values():

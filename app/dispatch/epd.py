@@ -89,7 +89,7 @@ class Epd:
         the encoders on: a consumer that lost what was pushed to it says 500.
         """
         if not self._expects_encoders and not self._registry.snapshot.serves(request.model, Role.Encode):
-            return await (await self._inner.take(request.model)).send(request)
+            return await self._inner.open(request)
         media = self._media_of(request)
         attempts = 1 + self._rules.decode_retries
         consumer: Consumer | None = None
@@ -111,7 +111,7 @@ class Epd:
     ) -> tuple[Answer, Consumer | None]:
         """One time from the encoders on; `before`: the consumer of the attempt before, kept while its node is there."""
         if media is None:
-            return await (await self._inner.take(request.model)).send(request), None
+            return await self._inner.open(request), None
         if not self._consumers:
             try:
                 body = await self._encode(request, media, None)

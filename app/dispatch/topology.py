@@ -25,6 +25,7 @@ class Topology:
     split: bool
     protocol: str
     expects_encoders: bool
+    dummy_prefill: bool = False
     named: bool = True  # by flags, so that a node of the other kind is a mistake
 
     @classmethod
@@ -56,7 +57,11 @@ class Topology:
         Consumers(settings.decode_servers_urls, settings.ec_consumer_zmq_addrs, settings.ec_consumer_dp_size)
         vllm = bool(settings.encode_servers_urls or prefill)
         named = split or vllm or bool(settings.decode_servers_urls)
-        return cls(split, "nixl" if vllm else settings.pd_protocol, bool(settings.encode_servers_urls), named)
+        protocol = "nixl" if vllm and settings.pd_protocol == "lmdeploy" else settings.pd_protocol
+        if split and settings.encode_servers_urls and protocol == "sglang":
+            raise ConfigurationError("--encode-servers-urls: encoders work with vLLM's protocols, not with sglang")
+        dummy = split and settings.dummy_prefill and protocol == "lmdeploy"
+        return cls(split, protocol, bool(settings.encode_servers_urls), dummy_prefill=dummy, named=named)
 
     def check(self, role: Role, *, field: str = "status.role") -> None:
         """Raises BadRequest for a role that this deployment can't use."""
@@ -77,6 +82,10 @@ class Topology:
     def needed(self) -> tuple[tuple[Role, ...], ...]:
         """What has to be ready to serve: one role of each group."""
         answering: tuple[tuple[Role, ...], ...] = (
-            ((Role.Prefill,), (Role.Decode,)) if self.split else ((Role.Hybrid, Role.Decode),)
+            ((Role.Hybrid, Role.Decode),)
+            if not self.split
+            else ((Role.Decode,),)
+            if self.dummy_prefill
+            else ((Role.Prefill,), (Role.Decode,))
         )
         return (*answering, (Role.Encode,)) if self.expects_encoders else answering

@@ -25,6 +25,9 @@ class Keys:
         self.prober = p + "prober"
         self.encoder_cursor = p + "encoder_cursor"
         self.encoder_credit = p + "encoder_credit"
+        self.links = p + "links"
+        self.migrations = p + "migrations"
+        self.handovers = p + "handovers"
 
     def node(self, url: str) -> str:
         return f"{self.prefix}node:{url}"
@@ -35,6 +38,10 @@ class Keys:
 
     def latency(self, url: str) -> str:
         return f"{self.prefix}latency:{url}"
+
+    def stages(self, url: str) -> str:
+        """Time that the stages of split requests took at the node."""
+        return f"{self.prefix}stages:{url}"
 
 
 def of_worker_given_up(keys: Keys, worker: str) -> tuple[str, ...]:
@@ -54,4 +61,5 @@ def of_node_removed(keys: Keys, url: str) -> tuple[str, ...]:
         keys.explored,
         keys.last_success,
         keys.unfinished,
+        keys.stages(url),
     )

@@ -51,6 +51,10 @@ BACKOFF_S = (0.05, 1.0)
 Select = Callable[[Snapshot], Pool]
 
 
+def _ignore(reply: Reply) -> None:
+    """What a note has for an answer: a lost one is mended by whoever finds the trace, or is only a figure."""
+
+
 class Ticket:
     """One counted request on `url`. `release` gives the count back: once, at once, never failing."""
 
@@ -164,8 +168,10 @@ class Ledger:
         """
 
         def arguments(pools: Sequence[Pool]) -> list[Argument]:
-            draw = self._draws.random
-            return [part for pool in pools for part in (len(pool.urls), repr(draw()), repr(draw()), *pool.arguments)]
+            parts: list[Argument] = []
+            for pool in pools:
+                parts += [len(pool.urls), repr(self._draws.random()), repr(self._draws.random()), *pool.arguments]
+            return parts
 
         def read(pools: Sequence[Pool], reply: list[int]) -> list[str]:
             return [pool.urls[index - 1] for pool, index in zip(pools, reply[2:], strict=True)]
@@ -361,6 +367,13 @@ class Ledger:
             self._restate_soon()
         elif reply[1] != self._registry.snapshot.version:
             self._registry.refresh_soon()
+
+    # --- notes ------------------------------------------------------------------------------------
+
+    def note(self, *command: Argument) -> None:
+        """Send a command that nobody waits for, behind all that was sent before; lost while Redis is away."""
+        if self._pipeline is not None:
+            self._pipeline.submit(command, _ignore)
 
     # --- restate ----------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgpack
@@ -45,11 +45,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """A node with its shared counts, as Redis has them now. `latency_s`: newest first."""
+    """A node with its shared counts, as Redis has them now. `latency_s`: newest first; `stages`: mean seconds
+    of each stage of split requests at the node, and how many there were."""
 
     node: Node
     unfinished: int
     latency_s: list[float]
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def node_to_fields(node: Node) -> dict[str, str]:
@@ -68,6 +70,8 @@ def node_to_fields(node: Node) -> dict[str, str]:
         "registered_at_ms": str(node.registered_at_ms),
         "state_since_ms": str(node.state_since_ms),
         "drain_until_ms": str(node.drain_until_ms),
+        "life": str(node.life),
+        "bootstrap_port": "" if node.bootstrap_port is None else str(node.bootstrap_port),
     }
 
 
@@ -88,6 +92,8 @@ def node_from_fields(url: str, fields: Mapping[str, str]) -> Node | None:
             state_since_ms=int(fields.get("state_since_ms", 0)),
             drain_until_ms=int(fields.get("drain_until_ms", 0)),
             reason=fields.get("reason", ""),
+            life=int(fields.get("life", fields["incarnation"])),
+            bootstrap_port=int(fields["bootstrap_port"]) if fields.get("bootstrap_port") else None,
         )
     except (KeyError, ValueError, TypeError):
         return None
@@ -99,6 +105,18 @@ def seconds(window: Iterable[str]) -> list[float]:
     for text in window:
         with contextlib.suppress(ValueError):
             found.append(float(text))
+    return found
+
+
+def means(sums: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """Mean and count of each stage, from HASH stages:<url>."""
+    found = {}
+    for name in sums:
+        stage = name.removesuffix("_s")
+        if stage != name:
+            with contextlib.suppress(ValueError, KeyError, ZeroDivisionError):
+                count = int(sums[f"{stage}_count"])
+                found[stage] = {"mean_s": round(float(sums[name]) / count, 6), "count": count}
     return found
 
 
@@ -244,10 +262,11 @@ class Registry:
                 pipe.hgetall(keys.unfinished)
                 for url in nodes:
                     pipe.lrange(keys.latency(url), 0, -1)
-                counts, *windows = await pipe.execute()
+                    pipe.hgetall(keys.stages(url))
+                counts, *history = await pipe.execute()
             return {
-                url: NodeStatus(node, int(counts.get(url, 0)), seconds(window))
-                for (url, node), window in zip(nodes.items(), windows, strict=True)
+                url: NodeStatus(node, int(counts.get(url, 0)), seconds(window), means(sums))
+                for (url, node), window, sums in zip(nodes.items(), history[::2], history[1::2], strict=True)
             }
 
         return await self._guard(read)
@@ -264,11 +283,14 @@ class Registry:
         key: str | None,
         asked: bool = False,
         static: bool = False,
+        bootstrap_port: int | None = None,
     ) -> None:
         """Register or update a node; pending until its next good probe. Raises StoreUnavailable."""
-        node = Node(url, role=role, models=models, speed=speed, asked=asked, static=static)
+        node = Node(
+            url, role=role, models=models, speed=speed, asked=asked, static=static, bootstrap_port=bootstrap_port
+        )
         fields = node_to_fields(node)
-        for given_by_script in ("order", "incarnation", "registered_at_ms", "state_since_ms"):
+        for given_by_script in ("order", "incarnation", "registered_at_ms", "state_since_ms", "life"):
             del fields[given_by_script]
         keys = self._keys
         names = (keys.nodes, keys.node(url), keys.version, keys.engine_keys)

@@ -26,6 +26,7 @@ from app.upstream.failures import connect_failure
 
 _HEALTH_LIMIT_BYTES = 64 * 1024
 _MODELS_LIMIT_BYTES = 4 * 1024 * 1024  # an engine with thousands of adapters lists some hundred bytes for each
+_JSON_LIMIT_BYTES = 4 * 1024 * 1024  # transfer endpoints of an engine with many ranks
 _WORD_LIMIT = 40  # letters of an engine's own word that are worth keeping
 _ASLEEP = frozenset({"sleeping", "initializing"})  # LMDeploy: the first comes with 200, the second with 503
 _SICK = frozenset({"unhealthy"})
@@ -128,6 +129,23 @@ class EngineClient:
         status, body = await self._ask("POST", url, path, key, self._timeout_s, _HEALTH_LIMIT_BYTES)
         return status, body.decode(errors="replace")
 
+    async def ask_json(
+        self, method: str, url: str, path: str, key: str | None, payload: object = None, *, timeout_s: float
+    ) -> object:
+        """The JSON value that the engine answers with; `payload` is sent as JSON where it is given.
+
+        Raises:
+            UpstreamError: it can't be reached, answers with another status than 200, or with no JSON.
+        """
+        body = None if payload is None else msgspec.json.encode(payload)
+        status, answer = await self._ask(method, url, path, key, timeout_s, _JSON_LIMIT_BYTES, body)
+        if status != 200:
+            raise UpstreamError(f"engine {url} answered {status} to {path}: {answer[:200].decode(errors='replace')}")
+        try:
+            return msgspec.json.decode(answer)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+            raise EngineBroke(f"engine {url}: its answer to {path} is no JSON") from e
+
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
@@ -137,7 +155,7 @@ class EngineClient:
         return await self._ask("GET", url, path, key, timeout_s, limit)
 
     async def _ask(
-        self, method: str, url: str, path: str, key: str | None, timeout_s: float, limit: int
+        self, method: str, url: str, path: str, key: str | None, timeout_s: float, limit: int, data: bytes | None = None
     ) -> tuple[int, bytes]:
         """Status and body of one request; at most `limit` bytes of a body are taken in.
 
@@ -145,12 +163,15 @@ class EngineClient:
             EngineBroke: also where the body is longer than `limit`.
         """
         headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        if data is not None:
+            headers["Content-Type"] = "application/json"
         async with (
             _mapped(url, timeout_s),
             self._opened().request(
                 method,
                 URL(url + path, encoded=True),
                 headers=headers,
+                data=data,
                 allow_redirects=False,  # the key is for this engine and no other address
                 timeout=aiohttp.ClientTimeout(total=timeout_s or None),
             ) as answer,

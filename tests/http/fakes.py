@@ -213,7 +213,7 @@ class World:
         self.app: HttpFace = build_app(
             settings=self.settings,
             registry=self.registry,
-            hybrid=self.hybrid,  # type: ignore[arg-type]
+            dispatcher=self.hybrid,  # type: ignore[arg-type]
             engine_client=self.engines,
             store_ok=lambda: self.store_trouble,
         )
