@@ -36,7 +36,7 @@ CLIENT_FIELDS = {
     "n", "temperature", "top_p", "seed", "stop", "tools", "tool_choice", "response_format", "user", "logprobs",
     "top_logprobs", "presence_penalty", "frequency_penalty", "suffix", "logit_bias", "chat_template_kwargs",
     "session_id", "ignore_eos", "skip_special_tokens", "top_k", "min_p", "repetition_penalty", "min_new_tokens",
-    "marker",
+    "echo",
 }  # fmt: skip
 PROMPT_FIELDS = ("messages", "prompt", "tools", "tool_choice", "chat_template_kwargs", "suffix")
 MIGRATION_FIELDS = {
