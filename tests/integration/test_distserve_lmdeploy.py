@@ -27,8 +27,12 @@ HEADER = b"x-lmdeploy-distserve-proxy"
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 INTERNAL: dict[str, Any] = {
     "migration_request": {
-        "protocol": 2, "remote_engine_id": "http://10.9.9.9:1", "remote_session_id": 1, "remote_token_id": 1,
-        "remote_block_ids": [1], "is_dummy_prefill": False,
+        "protocol": 2,
+        "remote_engine_id": "http://10.9.9.9:1",
+        "remote_session_id": 1,
+        "remote_token_id": 1,
+        "remote_block_ids": [1],
+        "is_dummy_prefill": False,
     },
     "with_cache": True,
     "preserve_cache": True,
