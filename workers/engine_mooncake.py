@@ -42,16 +42,22 @@ class Bootstrap(Engine):
 
 
 class MooncakeEngine(PdEngine):
-    """Beside the rest, `stale`: request ids of decode requests that named an engine id from before a restart."""
+    """Beside the rest, `stale`: request ids of decode requests that named an engine id from before a restart.
+
+    Args:
+        bootstrap_port: of a prefill engine's bootstrap server; 0: any free one.
+    """
 
     protocol: Protocol = "mooncake"
 
-    def __init__(self, leg: Leg, fabric: Fabric, knobs: PdKnobs | None = None, **more: Any) -> None:
+    def __init__(
+        self, leg: Leg, fabric: Fabric, knobs: PdKnobs | None = None, *, bootstrap_port: int = 0, **more: Any
+    ) -> None:
         super().__init__(leg, fabric, knobs, **more)
         self.stale: list[str] = []
         self.bootstrap: Bootstrap | None = None
         if leg == "prefill":
-            self.bootstrap = Bootstrap(self, host=self.host)
+            self.bootstrap = Bootstrap(self, host=self.host, port=bootstrap_port)
             fabric.bootstraps[self.host, self.bootstrap.port] = self
 
     # --- life

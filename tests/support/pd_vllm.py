@@ -11,7 +11,11 @@ import asyncio
 import contextlib
 import http.client
 import itertools
+import json
+import re
 import secrets
+import socket
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -44,14 +48,25 @@ class PdVllmEngine(SimulatedEngine):
     engine.pd.recomputed, .expired, .engine_ids  # its books
     """
 
-    def __init__(self, protocol: Protocol, leg: Leg, fabric: Fabric, *, loop: LoopThread, **knobs: Any) -> None:
+    def __init__(
+        self,
+        protocol: Protocol,
+        leg: Leg,
+        fabric: Fabric,
+        *,
+        loop: LoopThread,
+        bootstrap_port: int | None = None,
+        **knobs: Any,
+    ) -> None:
         # Not SimulatedEngine's own __init__: it would make an engine without books.
         self._own_loop = None
         self._loop = loop
         self.terminated = 0
         self._closed = False
         self.leg: Leg = leg
-        port = {"bootstrap_port": next(_bootstrap_ports)} if protocol == "sglang" else {}
+        if bootstrap_port is None and protocol == "sglang":
+            bootstrap_port = next(_bootstrap_ports)
+        port: dict[str, Any] = {} if bootstrap_port is None else {"bootstrap_port": bootstrap_port}
         self.pd = KINDS[protocol](leg, fabric, PdKnobs(**knobs), **port)
         self._engine = self.pd
         self.start()
@@ -142,10 +157,12 @@ class PdFloor:
         self.wait_until_ready(p, d)
         return p, d
 
-    def register(self, *engines: PdVllmEngine, ready: bool = True) -> None:
+    def register(self, *engines: PdVllmEngine, ready: bool = True, port: bool = True) -> None:
+        """`port`: with its bootstrap port; without, the deployment's --bootstrap-port must be it."""
         for engine in engines:
-            port = {} if engine.bootstrap_port is None else {"bootstrap_port": engine.bootstrap_port}
-            self.deployment.add(engine, ready=False, role=ROLE_OF[engine.leg], **port)
+            more = {"bootstrap_port": engine.bootstrap_port} if port and engine.bootstrap_port is not None else {}
+            key = engine.knobs.key or None
+            self.deployment.add(engine, ready=False, role=ROLE_OF[engine.leg], key=key, **more)
         if ready:
             self.wait_until_ready(*engines)
 
@@ -214,6 +231,70 @@ class PdFloor:
                 with contextlib.suppress(OSError, http.client.HTTPException):
                     self.deployment.post("/nodes/remove", {"url": engine.url})
                 engine.close()
+
+
+class Leaving:
+    """A client that asks and closes its connection when told to."""
+
+    def __init__(self, floor: PdFloor, **fields: Any) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", floor.deployment.port, timeout=10)
+        messages = [{"role": "user", "content": "hello"}]
+        body = json.dumps({"model": floor.model, "messages": messages, **fields})
+        self._connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+
+    def leave(self) -> float:
+        """When it left."""
+        self._connection.close()
+        return time.monotonic()
+
+
+class FullListener:
+    """Takes the place of an engine that does not listen: a connection to it is neither made nor refused."""
+
+    def __init__(self, port: int) -> None:
+        self._listener = socket.socket()
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listener.bind(("127.0.0.1", port))
+        self._listener.listen(0)
+        self._waiting = [socket.socket() for _ in range(4)]  # one more than are queued; the rest never get through
+        for one in self._waiting:
+            one.setblocking(False)
+            one.connect_ex(("127.0.0.1", port))
+
+    def close(self) -> None:
+        for one in [*self._waiting, self._listener]:
+            one.close()
+
+
+USAGE = re.compile(rb'"usage":\{(?:[^{}]|\{[^{}]*\})*\}')
+
+
+def without_usage(body: bytes) -> bytes:
+    """Every byte but those of the usage object."""
+    return USAGE.sub(b'"usage":', body)
+
+
+def usage_of(answer: load.Answer) -> Body:
+    """Of an answer, or of the last event of a stream that has one."""
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        found: Body = answer.json()["usage"]
+        return found
+    told: list[Body] = [event["usage"] for _, event in answer.chunks() if event.get("usage")]
+    return told[-1]
+
+
+def timings(answer: load.Answer) -> dict[str, float]:
+    """Server-Timing: {stage: ms}."""
+    found = {}
+    for entry in answer.headers["server-timing"].split(","):
+        name, _, dur = entry.strip().partition(";dur=")
+        found[name] = float(dur)
+    return found
+
+
+def took_s(answer: load.Answer) -> float:
+    assert answer.finished_s is not None
+    return answer.finished_s - answer.started_s
 
 
 @contextlib.contextmanager
