@@ -6,6 +6,7 @@ The shapes are OpenAI's; the words of `/health` are LMDeploy's (healthy, sleepin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -65,9 +66,29 @@ class Knobs:
     health_delay_s: float = 0.0
 
 
+class Gate:
+    """What an answer waits for before its first piece, such as another engine's work. It may never open."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._waiting: list[Callable[[], object]] = []
+
+    def open(self) -> None:
+        self.is_open = True
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call()
+
+    def when_open(self, call: Callable[[], object]) -> None:
+        call() if self.is_open else self._waiting.append(call)
+
+
 @dataclass(slots=True)
 class Answer:
-    """`pieces` are paced by `gap_s`; what follows the last of them (`tail`) comes without a gap."""
+    """`pieces` are paced by `gap_s`; what follows the last of them (`tail`) comes without a gap.
+
+    Behind a `gate`, `first_s` counts from its opening; the answer's head does not wait for it with `head_first`.
+    """
 
     status: int
     headers: Headers
@@ -76,6 +97,7 @@ class Answer:
     stream: bool = False
     first_s: float = 0.0
     gap_s: float = 0.0
+    gate: Gate | None = None
 
 
 class StreamOptions(msgspec.Struct):

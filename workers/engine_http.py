@@ -12,12 +12,13 @@ import struct
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Literal, cast
 
 import httptools
 
-from workers.engine_answers import Answer, Knobs
+from workers.engine_answers import Answer, Gate, Knobs
 
 if TYPE_CHECKING:
     from workers.engine_server import Engine
@@ -70,6 +71,7 @@ class Made:
     keep_alive: bool
     first_s: float
     gap_s: float
+    gate: Gate | None = None
 
 
 @dataclass(slots=True)
@@ -82,6 +84,7 @@ class Play:
     due_s: float  # of the next piece
     gap_s: float
     keep_alive: bool
+    gated: bool = False  # nothing but the head goes out
     next: int = 0
     pending: memoryview = NOTHING
 
@@ -220,12 +223,23 @@ class Connection(asyncio.Protocol):
             self._transport.write(made.head)
         elif made.head:
             pieces = [made.head + pieces[0], *pieces[1:]] if pieces else [made.head]
-        self._play = Play(record, pieces, made.ending, record.started_s + made.first_s, made.gap_s, made.keep_alive)
+        due_s = record.started_s + made.first_s
+        self._play = play = Play(record, pieces, made.ending, due_s, made.gap_s, made.keep_alive)
+        if made.gate is not None:
+            play.gated = True
+            # Not at once: who opens it has bytes of its own to write first.
+            made.gate.when_open(partial(self._loop.call_soon, self._pass_gate, play, made.first_s))
+
+    def _pass_gate(self, play: Play, first_s: float) -> None:
+        play.gated = False
+        play.due_s = time.monotonic() + first_s
+        if self._play is play and self._timer is None:
+            self._go_on()
 
     def _go_on(self) -> None:
-        """Write all that is due; come back by timer, by resume_writing, or never (stall)."""
+        """Write all that is due; come back by timer, by resume_writing, by a gate, or never (stall)."""
         self._timer = None
-        while (play := self._play) is not None and self._transport is not None:
+        while (play := self._play) is not None and self._transport is not None and not play.gated:
             if play.pending:
                 # A transport whose write failed takes and drops the rest; connection_lost follows.
                 if not self._can_write or self._transport.is_closing():
@@ -346,7 +360,7 @@ def wire(answer: Answer, knobs: Knobs, method: str, keep_alive: bool, *, faulty:
     if not answer.gap_s and len(pieces) > 1:
         pieces = [b"".join(pieces)]  # nothing to pace: one write is cheaper than many
     head = head_of(answer.status, headers)
-    return Made(answer.status, head, pieces, ending, keep_alive, answer.first_s, answer.gap_s)
+    return Made(answer.status, head, pieces, ending, keep_alive, answer.first_s, answer.gap_s, answer.gate)
 
 
 def scripted_end(knobs: Knobs) -> tuple[int | None, Ending]:
