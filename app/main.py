@@ -121,10 +121,17 @@ def create_app(settings: Settings) -> HttpFace:
     )
     reaper = Reaper(registry, keys)
     topology = Topology.of(settings)
-    split = Split(
-        settings, keys=keys, scripts=scripts, registry=registry, ledger=ledger, engines=engines, worker=worker
-    )
     linked = topology.split and topology.protocol == "lmdeploy"
+    split = Split(
+        settings,
+        keys=keys,
+        scripts=scripts,
+        registry=registry,
+        ledger=ledger,
+        engines=engines,
+        worker=worker,
+        linked=linked,
+    )
     janitor = Janitor(distserve=split.distserve, registry=registry, leads=lambda: prober.leading) if linked else None
 
     @contextlib.asynccontextmanager
@@ -157,7 +164,7 @@ def create_app(settings: Settings) -> HttpFace:
         settings=settings,
         registry=registry,
         dispatcher=dispatcher(settings, registry=registry, ledger=ledger, caller=caller, split=split),
-        links=split.distserve if linked else None,
+        links=split.distserve if topology.split else None,
         engine_client=engines,
         store_ok=lambda: ledger.trouble,
         lifespan=lifespan,
@@ -187,6 +194,7 @@ class Split:
         ledger: Ledger,
         engines: EngineClient,
         worker: str,
+        linked: bool,
     ) -> None:
         self._settings = settings
         self._engines = engines
@@ -221,6 +229,7 @@ class Split:
             figures=self.figures,
             worker=worker,
             gc_age_s=settings.gc_age_s,
+            linked=linked,
         )
 
     def protocol(self, name: str, caller: Caller) -> Protocol:

@@ -13,7 +13,7 @@ from typing import Any
 
 from app.dispatch.handover.links import Links
 from app.dispatch.handover.sessions import Sessions, quietly
-from app.errors import UpstreamError
+from app.errors import BadRequest, UpstreamError
 from app.nodes import Role, State
 from app.store.handovers import Handovers
 from app.store.links import Link, LinkTable, ends_of, pair_of, read_link
@@ -28,7 +28,7 @@ Json = dict[str, Any]
 
 
 class DistServe:
-    """One per worker."""
+    """One per worker. `linked`: whether this deployment's engines are linked at all."""
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class DistServe:
         figures: Handovers,
         worker: str,
         gc_age_s: float,
+        linked: bool,
     ) -> None:
         self._registry = registry
         self._table = table
@@ -52,9 +53,11 @@ class DistServe:
         self._figures = figures
         self._worker = worker
         self._gc_age_s = gc_age_s
+        self._linked = linked
 
     async def warm_up(self) -> Json:
         """Link every prefill with every decode node of the same model; what became of each pair."""
+        self._check_linked()
         pairs = list(self._pairs())
         failures = await asyncio.gather(*(self._ensure(*pair) for pair in pairs))
         links = {
@@ -65,6 +68,7 @@ class DistServe:
 
     async def collect(self) -> Json:
         """Free what is older than the age from settings. Raises StoreUnavailable."""
+        self._check_linked()
         oldest_ms = self._gc_age_s * 1000
         found = await self._sessions.collect(lambda _, record, __, now_ms: now_ms - record.at_ms >= oldest_ms)
         return {**found, "kept": len(await self._migrations.all())}
@@ -84,6 +88,10 @@ class DistServe:
             }
         sessions = await self._migrations.all()
         return {"links": links, "sessions": len(sessions), "counts": await self._figures.counts()}
+
+    def _check_linked(self) -> None:
+        if not self._linked:
+            raise BadRequest("Engines are linked, and their caches freed, with --pd-protocol lmdeploy only")
 
     def _pairs(self) -> Iterator[tuple[str, str]]:
         nodes = [node for node in self._registry.snapshot.nodes.values() if node.state in (State.READY, State.PENDING)]

@@ -16,7 +16,7 @@ from app.http.ports import LinkKeeper
 
 
 class DistServeRoutes:
-    """The endpoints. `keeper`: None where no node of the deployment is linked."""
+    """The endpoints. `keeper`: None where prefill and decode are not separate."""
 
     def __init__(self, keeper: LinkKeeper | None) -> None:
         self._keeper = keeper
@@ -35,8 +35,5 @@ class DistServeRoutes:
 
     async def _answer(self, ask: Callable[[LinkKeeper], Awaitable[dict[str, Any]]]) -> Response:
         if self._keeper is None:
-            raise BadRequest(
-                "There are no links here: engines are linked only with --serving-strategy DistServe and "
-                "--pd-protocol lmdeploy"
-            )
+            raise BadRequest("There are no links here: prefill and decode are not separate in this deployment")
         return JSONResponse(await ask(self._keeper))

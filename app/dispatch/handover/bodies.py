@@ -27,6 +27,8 @@ NOT_FOR_PREFILL = (
 )
 """What one token without a stream can't honour, or what an engine refuses beside it."""
 
+TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+
 _ONE, _NO = Raw(b"1"), Raw(b"false")
 
 
@@ -61,17 +63,15 @@ def with_values(members: Members, values: Mapping[str, object]) -> bytes:
     return msgspec.json.encode(members | {name: Raw(msgspec.json.encode(value)) for name, value in values.items()})
 
 
-def for_prefill(members: Members, values: Mapping[str, object], *, limits: Sequence[str] = ()) -> bytes:
+def for_prefill(members: Members, values: Mapping[str, object], *, limits: Sequence[str] = ("max_tokens",)) -> bytes:
     """The request with one token to make and no stream, and `values` put in.
 
     Args:
-        limits: members that are set to 1 even where the client gave none; max_tokens always is.
+        limits: the token limits that prefill gets; others are lowered where the client gave them.
     """
     kept = {name: raw for name, raw in members.items() if name not in NOT_FOR_PREFILL}
-    kept |= {"stream": _NO, "max_tokens": _ONE}
-    for name in ("max_completion_tokens", "max_output_tokens"):
-        if name in kept or name in limits:
-            kept[name] = _ONE
+    kept["stream"] = _NO
+    kept |= {name: _ONE for name in TOKEN_LIMITS if name in kept or name in limits}
     return with_values(kept, values)
 
 
@@ -102,7 +102,8 @@ def read_prefilled(whole: Whole) -> Prefilled:
     found = Prefilled({}, None, False)
     try:
         for text in texts:
-            found.members = members = msgspec.json.decode(text, type=Members)
+            members = msgspec.json.decode(text, type=Members)
+            found.members |= members
             usage = msgspec.json.decode(members.get("usage", Raw(b"null")))
             choices = msgspec.json.decode(members.get("choices", Raw(b"null")))
             found.usage = usage if isinstance(usage, dict) else found.usage

@@ -63,7 +63,7 @@ class Lmdeploy(Sequential):
             await self._links.ensure(pair.prefill.url, pair.decode.url)
 
     def prefill_body(self, members: Members, path: bytes) -> bytes:
-        limits = ("max_completion_tokens",) if path == CHAT else ()
+        limits = ("max_tokens", "max_completion_tokens") if path == CHAT else ("max_tokens",)
         return for_prefill(members, {"with_cache": True, "preserve_cache": True}, limits=limits)
 
     async def call_prefill(self, url: str, request: EngineRequest) -> Whole:

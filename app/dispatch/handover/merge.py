@@ -24,6 +24,8 @@ LIMIT_BYTES = 64 * 2**20
 LINE_LIMIT_BYTES = 2**20
 """Of an event that is held back until it is complete; of a longer one the beginning passes as it is."""
 
+_FIGURES = re.compile(rb'"(?:usage|meta_info)"\s*:\s*\{').search
+
 Known = Callable[[], Prefilled | None]
 """What prefill said, once it is known."""
 
@@ -93,7 +95,7 @@ class _Stream:
         return passed
 
     def _put_right(self, lines: bytes) -> bytes:
-        if b'"usage"' not in lines and b'"meta_info"' not in lines:
+        if not _FIGURES(lines):
             return lines
         prefilled = self._known()
         if prefilled is None:
@@ -105,45 +107,53 @@ class _Stream:
 
 
 def put_right(text: bytes, prefilled: Prefilled) -> bytes:
-    """A JSON object with prefill's figures in its `usage` and `meta_info`; what is none passes as it is."""
+    """A JSON object with prefill's figures in its `usage` and `meta_info`, and in those of the `response` that
+    an event of /v1/responses holds; what is none passes as it is."""
     try:
         members = msgspec.json.decode(text, type=dict[str, Raw])
-        changes: dict[str, object] = {}
-        if "usage" in members and prefilled.usage is not None:
-            usage = msgspec.json.decode(members["usage"])
-            if isinstance(usage, dict):
-                changes["usage"] = merged_usage(usage, prefilled.usage)
-        if "meta_info" in members and "meta_info" in prefilled.members:
-            info, of_prompt = map(msgspec.json.decode, (members["meta_info"], prefilled.members["meta_info"]))
-            if isinstance(info, dict) and isinstance(of_prompt, dict):
-                changes["meta_info"] = merged_logprobs(info, of_prompt)
+        changes: dict[str, bytes] = {}
+        usage = _object(members, "usage")
+        if usage is not None and prefilled.usage is not None:
+            changes["usage"] = msgspec.json.encode(merged_usage(usage, prefilled.usage))
+        info, of_prompt = _object(members, "meta_info"), _object(prefilled.members, "meta_info")
+        if info is not None and of_prompt is not None:
+            changes["meta_info"] = msgspec.json.encode(merged_logprobs(info, of_prompt))
+        if bytes(members.get("response", b""))[:1] == b"{":
+            changes["response"] = put_right(bytes(members["response"]), prefilled)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return text
     for name, value in changes.items():
-        text = _replace(text, members, name, msgspec.json.encode(value))
+        text = _replace(text, members, name, value)
     return text
+
+
+def _object(members: dict[str, Raw], name: str) -> dict[str, Any] | None:
+    value = msgspec.json.decode(members[name]) if name in members else None
+    return value if isinstance(value, dict) else None
 
 
 def merged_usage(usage: dict[str, Any], of_prefill: dict[str, Any]) -> dict[str, Any]:
     """Prompt and cached tokens from prefill, completion tokens from decode."""
-    prompt = of_prefill.get("prompt_tokens")
+    of_prompt, of_completion = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
+    prompt, completion = of_prefill.get(f"{of_prompt}_tokens"), usage.get(f"{of_completion}_tokens")
     if not isinstance(prompt, int):
         return usage
-    found = usage | {"prompt_tokens": prompt}
-    if "prompt_tokens_details" in usage or of_prefill.get("prompt_tokens_details") is not None:
-        found["prompt_tokens_details"] = of_prefill.get("prompt_tokens_details")
-    completion = usage.get("completion_tokens")
+    found = usage | {f"{of_prompt}_tokens": prompt}
+    details = f"{of_prompt}_tokens_details"
+    if details in usage or of_prefill.get(details) is not None:
+        found[details] = of_prefill.get(details)
     if isinstance(completion, int):
         found["total_tokens"] = prompt + completion
     return found
 
 
 def merged_logprobs(info: dict[str, Any], of_prompt: dict[str, Any]) -> dict[str, Any]:
-    """SGLang's `input_token_logprobs`: prefill's, then decode's (source: its mini_lb)."""
-    own, prompt = info.get("input_token_logprobs"), of_prompt.get("input_token_logprobs")
-    if isinstance(own, list) and isinstance(prompt, list):
-        return info | {"input_token_logprobs": [*prompt, *own]}
-    return info
+    """SGLang's `input_token_logprobs` and their like: prefill's, then decode's (source: its mini_lb)."""
+    return info | {
+        name: [*of_prompt[name], *value]
+        for name, value in info.items()
+        if name.startswith("input_") and isinstance(value, list) and isinstance(of_prompt.get(name), list)
+    }
 
 
 def _replace(text: bytes, members: dict[str, Raw], name: str, value: bytes) -> bytes:

@@ -7,6 +7,7 @@ Source: examples/online_serving/disaggregated_serving/mooncake_connector/ in vLL
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
 from dataclasses import replace
@@ -18,7 +19,7 @@ from app.dispatch.handover.bootstrap import Bootstrap
 from app.dispatch.handover.nixl import limits_of
 from app.dispatch.handover.protocol import CHAT, COMPLETIONS, RESPONSES, Concurrent, Legs
 from app.dispatch.pair import Pair
-from app.errors import EngineBroke
+from app.errors import EngineBroke, UpstreamError
 from app.store.handovers import Handovers
 from app.upstream.management import EngineClient
 
@@ -35,7 +36,8 @@ class Mooncake(Concurrent):
         super().__init__(caller=caller, figures=figures)
         self._bootstrap = bootstrap
         self._engines = engines
-        self._known: dict[str, tuple[int, dict[int, str]]] = {}  # prefill URL -> its life, rank -> engine id
+        # Prefill URL -> its life, and the question: rank -> engine id. One question for all who want to know.
+        self._known: dict[str, tuple[int, asyncio.Task[dict[int, str]]]] = {}
 
     async def legs(self, pair: Pair, request: EngineRequest, members: Members) -> Legs:
         url = pair.prefill.url
@@ -63,16 +65,29 @@ class Mooncake(Concurrent):
 
     def failed(self, url: str) -> None:
         # It may have restarted unseen, so that its ids are others now.
-        self._known.pop(url, None)
+        known = self._known.get(url)
+        if known is not None and known[1].done():
+            del self._known[url]
 
     async def _engines_of(self, url: str) -> dict[int, str]:
         life = self._bootstrap.life_of(url)
         known = self._known.get(url)
         if known is None or known[0] != life:
-            address = self._bootstrap.address_of(url)
-            found = await self._engines.ask_json("GET", address, "/query", None, timeout_s=QUERY_TIMEOUT_S)
-            known = self._known[url] = (life, _read_engines(address, found))
-        return known[1]
+            known = self._known[url] = (life, asyncio.create_task(self._query(url), name="bootstrap query"))
+        try:
+            return await asyncio.shield(known[1])
+        except UpstreamError:
+            self._forget(url, known[1])
+            raise
+
+    async def _query(self, url: str) -> dict[int, str]:
+        address = self._bootstrap.address_of(url)
+        found = await self._engines.ask_json("GET", address, "/query", None, timeout_s=QUERY_TIMEOUT_S)
+        return _read_engines(address, found)
+
+    def _forget(self, url: str, task: asyncio.Task[dict[int, str]]) -> None:
+        if self._known.get(url, (0, None))[1] is task:
+            del self._known[url]
 
 
 def _read_engines(address: str, found: object) -> dict[int, str]:

@@ -69,5 +69,5 @@ class _Leased(Handed):
 
 
 def limits_of(path: bytes) -> tuple[str, ...]:
-    """The token limits that prefill gets on a path beside max_tokens, whatever the client gave."""
-    return ("max_output_tokens",) if path == RESPONSES else ()
+    """The token limits that prefill gets on a path, whatever the client gave."""
+    return ("max_output_tokens",) if path == RESPONSES else ("max_tokens",)

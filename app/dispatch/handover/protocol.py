@@ -183,7 +183,7 @@ class Sequential(Protocol):
             handed.abandon()
         else:
             handed.taken()
-        return await finish(pair, members, response, lambda: handed.prefilled)
+        return await finish(pair, response, lambda: handed.prefilled)
 
 
 class LinkFailed(UpstreamError):
@@ -258,7 +258,8 @@ class Concurrent(Protocol):
             response = decode.result()
             if response.status >= 400:
                 await _end(prefill)
-                return await finish(pair, members, response, lambda: None)
+                pair.prefill.release(succeeded=False)
+                return await finish(pair, response, lambda: None)
         except BaseException:
             await _end(prefill)
             await _end(decode)
@@ -271,10 +272,10 @@ class Concurrent(Protocol):
         prefill.add_done_callback(lambda task: ticket.release(succeeded=_succeeded(task)))
         both = _Both(response, prefill)
         try:
-            if value_of(members, "stream") is not True:
+            if value_of(members, "stream") is not True or value_of(members, "return_logprob"):
                 # What prefill has to say is wanted in the answer, and it is about to say it.
                 await asyncio.wait((prefill,), timeout=DRAIN_S)
-            return await finish(pair, members, both, lambda: self._said(prefill))
+            return await finish(pair, both, lambda: self._said(prefill))
         except BaseException:
             both.close()
             raise
@@ -319,15 +320,14 @@ class _Both:
         self._response.close()
 
 
-async def finish(pair: Pair, members: Members, response: Response, known: Known) -> Answer:
+async def finish(pair: Pair, response: Response, known: Known) -> Answer:
     """The answer for the client: decode's, with prefill's figures where it shows any."""
     url = pair.decode.url
-    if value_of(members, "stream") is not True or "stream_options" in members:
-        try:
-            response = await merged(response, known, url=url)
-        except BaseException:
-            response.close()
-            raise
+    try:
+        response = await merged(response, known, url=url)
+    except BaseException:
+        response.close()
+        raise
     answer = Answer(response, url, (pair.decode,))
     answer.headers = [*answer.headers, pair.server_timing()]
     return answer
