@@ -89,7 +89,10 @@ def test_flags_of_serve_become_settings() -> None:
         ),
         ("serve --server-name 203.0.113.1", "evenhand serve: --server-name: can't listen on 203.0.113.1: "),
         ("serve --server-name nobody.invalid", "evenhand serve: --server-name: nobody.invalid is no address: "),
-        ("serve --state-dir /dev/null/x", "evenhand serve: --state-dir: can't use /dev/null/x/redis: Not a directory"),
+        (
+            "serve --server-port 0 --state-dir /dev/null/x",
+            "evenhand serve: --state-dir: can't use /dev/null/x/redis: Not a directory",
+        ),
         ("nodes", "evenhand nodes: the following arguments are required: VERB"),
         ("nodes add a:1", "evenhand nodes add: argument NODE_URL: NODE_URL must start with http:// or https://"),
         ("nodes add http://a --speed -1", "evenhand nodes add: argument --speed: must be a finite number greater than"),
