@@ -270,6 +270,13 @@ def test_a_low_limit_on_open_files_is_raised_and_told_in_the_log_format_asked_fo
     assert warning["message"].startswith(f"the limit on open files was 1000, now {soft};")
 
 
+def test_gunicorn_alone_tells_of_a_variable_that_is_no_setting_once(start: Start) -> None:
+    gunicorn = start(workers=2, EVENHAND_API_KEY="hush")
+    gunicorn.stop()
+    assert gunicorn.log().count("EVENHAND_API_KEY is no setting and is ignored; did you mean EVENHAND_API_KEYS?") == 1
+    assert "hush" not in gunicorn.log()
+
+
 def test_a_dead_workers_counts_are_given_back_or_that_it_failed_is_logged(start: Start, connect: Connect) -> None:
     gunicorn = start()
     (pid,) = gunicorn.workers()
