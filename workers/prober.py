@@ -21,6 +21,7 @@ from app.store.keys import Keys
 from app.store.registry import Registry
 from app.store.scripts import Code
 from app.upstream.management import EngineClient, Verdict
+from workers.redis_clock import redis_ms
 
 log = logging.getLogger("evenhand.prober")
 
@@ -58,6 +59,7 @@ class Record:
     hits: int = 0
     misses: int = 0
     due_at_s: float = 0.0
+    trouble: str = ""  # what was wrong at the last probe, where that changed no state
     running: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
@@ -182,8 +184,7 @@ class Prober:
         registry = self._registry
         await registry.verify()
         await self._recount()
-        seconds, microseconds = await registry.redis.time()
-        now_ms = seconds * 1000 + microseconds // 1000
+        now_ms = redis_ms(await registry.redis.time())
         now_s = asyncio.get_running_loop().time()
         nodes = registry.snapshot.nodes
         for url in self._records.keys() - nodes.keys():
@@ -199,6 +200,7 @@ class Prober:
             if state is not None:
                 await registry.set_state(node, state, reason=node.reason)
                 continue
+            await self._tell_why(node)
             self._start_if_due(node, now_s, now_ms)
 
     async def _recount(self) -> None:
@@ -234,6 +236,8 @@ class Prober:
                 finding = await self._look(node)
             busy = finding.kind == "timeout" and await self._succeeded_recently(node.url)
             state = verdict(node, record, finding, self._rules, busy=busy)
+            # A change of state takes its words along. Told later too, they could bring the old state back with them.
+            record.trouble = finding.words if state is None and finding.kind != "ok" else ""
             if state is not None:
                 log.info("node %s: %s -> %s %s", node.url, node.state, state, finding.words)
                 await self._registry.set_state(node, state, reason=finding.words, models=finding.models)
@@ -245,6 +249,17 @@ class Prober:
             log.debug("probe of %s has no effect: %s", node.url, e)
         finally:
             record.running = None
+
+    async def _tell_why(self, node: Node) -> None:
+        """Keep the reason of a node that is not ready true: why it is pending still, or what it is down of by now.
+
+        Called by the turn and between two probes of the node, the two that change its state: nothing comes between.
+        """
+        record = self._records.get(node.url)
+        if record is None or record.incarnation != node.incarnation or record.running is not None:
+            return
+        if node.state != State.READY and record.trouble not in ("", node.reason):
+            await self._registry.set_state(node, node.state, reason=record.trouble)
 
     async def _look(self, node: Node) -> Finding:
         key = self._registry.snapshot.engine_keys.get(node.url) or self._engine_key
@@ -269,5 +284,4 @@ class Prober:
         last_ms = await client.hget(self._keys.last_success, url)
         if last_ms is None:
             return False
-        seconds, microseconds = await client.time()
-        return bool(seconds * 1000 + microseconds // 1000 - int(last_ms) <= self._rules.busy_grace_s * 1000)
+        return redis_ms(await client.time()) - int(last_ms) <= self._rules.busy_grace_s * 1000

@@ -171,6 +171,7 @@ def test_r30_node_is_pending_until_it_answers(stage: Stage) -> None:
     assert stage.deployment.nodes()[later.url]["state"] == "pending"
     for _ in during(1.2 * INTERVAL_S, every_s=0.1):
         assert states(stage)[later.url] == "pending"
+    eventually(lambda: "refused" in stage.deployment.nodes()[later.url]["reason"], within_s=2, every_s=0.05)
     assert all(answer.ok for answer in stage.many(20).result(5))
     assert (len(ready.requests), len(later.requests)) == (20, 0)
     later.set(refuse=False)
