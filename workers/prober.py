@@ -135,6 +135,9 @@ class Prober:
         self._engine_key = engine_key
         self._records: dict[str, Record] = {}
         self._probes: set[asyncio.Task[None]] = set()  # those that are cancelled and not over yet too
+        # One change of the registry at a time: a fleet that goes down together would else change it faster than each
+        # of its nodes' changes, which begins with reading it, could be made.
+        self._writing = asyncio.Lock()
         self._awake = asyncio.Event()
         self._slots = asyncio.Semaphore(PROBES_AT_ONCE)
         self._slots_of_failing = asyncio.Semaphore(PROBES_AT_ONCE)
@@ -198,7 +201,7 @@ class Prober:
                 continue
             state = expired(node, self._rules, now_ms)
             if state is not None:
-                await registry.set_state(node, state, reason=node.reason)
+                await self._write(node, state, node.reason)
                 continue
             await self._tell_why(node)
             self._start_if_due(node, now_s, now_ms)
@@ -240,13 +243,14 @@ class Prober:
             record.trouble = finding.words if state is None and finding.kind != "ok" else ""
             if state is not None:
                 log.info("node %s: %s -> %s %s", node.url, node.state, state, finding.words)
-                await self._registry.set_state(node, state, reason=finding.words, models=finding.models)
+                await self._write(node, state, finding.words, finding.models)
             elif finding.kind == "ok" and node.state in (State.DOWN, State.GONE):
                 # Half-way up: the second look decides, and somebody may be waiting for it.
                 record.due_at_s = 0.0
                 asyncio.get_running_loop().call_later(SECOND_LOOK_S, self._awake.set)
         except (StoreUnavailable, RedisError, OSError) as e:
             log.debug("probe of %s has no effect: %s", node.url, e)
+            record.due_at_s = 0.0  # with the next turn, which waits for Redis
         finally:
             record.running = None
 
@@ -259,7 +263,11 @@ class Prober:
         if record is None or record.incarnation != node.incarnation or record.running is not None:
             return
         if node.state != State.READY and record.trouble not in ("", node.reason):
-            await self._registry.set_state(node, node.state, reason=record.trouble)
+            await self._write(node, node.state, record.trouble)
+
+    async def _write(self, node: Node, state: State, reason: str, models: tuple[str, ...] | None = None) -> None:
+        async with self._writing:
+            await self._registry.set_state(node, state, reason=reason, models=models)
 
     async def _look(self, node: Node) -> Finding:
         key = self._registry.snapshot.engine_keys.get(node.url) or self._engine_key
