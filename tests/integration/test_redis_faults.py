@@ -187,9 +187,9 @@ def test_r96_frozen_redis_under_load(bench: Bench) -> None:
 
 
 def frozen_under_load(stage: Stage) -> None:
-    frozen_s = 6.0  # longer than the lease: all workers are given up the moment it is back
+    frozen_s = 20.0  # much longer than the lease: all workers are given up the moment it is back
     stage.engines(2, ttft_s=0.05)
-    held, streams = held_streams(stage, frozen_s + 3.5)
+    held, streams = held_streams(stage, frozen_s + 8)
     before = registry(stage)
     deployment = stage.deployment
     assert deployment.get("/ready").status == 200
@@ -208,7 +208,7 @@ def frozen_under_load(stage: Stage) -> None:
         eventually(lambda: readiness(deployment) == {200}, within_s=2)
     assert traffic.failed == []
     took = [(a.started_s - paused_s, (a.finished_s or 0) - a.started_s) for a in traffic.since(paused_s)]
-    assert len(took) > 100
+    assert len(took) > 200
     assert max(s for _, s in took) < REDIS_TIMEOUT_S + 0.7, "one timeout each at most"
     breaker = [s for at_s, s in took if at_s > 2]
     assert sum(s > 0.4 for s in breaker) <= len(breaker) / 10, "then a breaker"
