@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.stage import EngineFactory, Fleet, Outcomes, Stage, beside, during, run_beside, staged, stages
+from tests.integration.stage import Stage, beside, during
 from tests.integration.test_strategies import served
 from tests.support.deployment import Deployment, Setting
 from tests.support.engine import SimulatedEngine
-from tests.support.loop import LoopThread
-from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
 
 INTERVAL_S, TIMEOUT_S, DOWN_AFTER, BUSY_GRACE_S, EXPIRATION_S = 1.0, 0.5, 3, 1.5, 4.0
@@ -29,22 +26,7 @@ DOWN_WITHIN_S = DOWN_AFTER * (INTERVAL_S + TIMEOUT_S) + 1
 pytestmark = pytest.mark.timeout(180)  # the first test of the scenarios waits for all of them
 
 
-@pytest.fixture(scope="module")
-def fleet(redis_server: PrivateRedis) -> Iterator[Fleet]:
-    fleet = Fleet(redis_server, workers=2, settings=SETTINGS)
-    yield fleet
-    fleet.close()
-
-
-@pytest.fixture
-def stage(fleet: Fleet, engine_factory: EngineFactory) -> Iterator[Stage]:
-    with staged(*fleet.get(), engine_factory) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, fleet: Fleet, engine_loop: LoopThread) -> Iterator[Outcomes]:
-    yield from run_beside(request, stages(fleet.get, engine_loop))
+FLEET = {"workers": 2, "settings": SETTINGS}
 
 
 def states(stage: Stage) -> dict[str, str]:

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_serving_shared import (
+from tests.integration.serving import (
     Deployments,
+    SharedDeployment,
     chat_body,
     connected,
     post_json,
     raw_post,
     read_reply,
-    shared_deployment,
 )
 from tests.support import load
 from tests.support.deployment import Deployment
@@ -29,8 +29,7 @@ from tests.support.wait import aeventually, eventually
 
 FEW_FILES = 1000
 
-pytest_plugins = ["tests.integration.test_serving_shared"]
-_of_module, _engine_of_module, deployment, engine = shared_deployment(1, open_files=FEW_FILES)
+DEPLOYMENT = SharedDeployment(workers=1, open_files=FEW_FILES)
 
 MB = 1_000_000
 # What may be on its way to a client that does not read: ours (256 KiB towards each side), and what the kernel

@@ -5,29 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from tests.integration.stage import (
-    EngineFactory,
-    Fleet,
-    Outcomes,
     Stage,
     beside,
     during,
     lanes,
-    run_beside,
-    staged,
-    stages,
     start,
 )
 from tests.integration.test_strategies import counts_while_filling, served
 from tests.support import load
 from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
-from tests.support.loop import LoopThread
-from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
 
 PROBE_INTERVAL_S = 1.0
@@ -38,23 +29,11 @@ FIRST_BYTE_S = 6.0
 pytestmark = pytest.mark.timeout(180)  # the first test of the scenarios waits for all of them
 
 
-@pytest.fixture(scope="module")
-def pair(redis_server: PrivateRedis) -> Iterator[Fleet]:
-    settings = {"probe_interval_s": PROBE_INTERVAL_S, "lease_s": LEASE_S, "first_byte_timeout_s": FIRST_BYTE_S}
-    fleet = Fleet(redis_server, masters=2, workers=2, settings=settings)
-    yield fleet
-    fleet.close()
-
-
-@pytest.fixture
-def stage(pair: Fleet, engine_factory: EngineFactory) -> Iterator[Stage]:
-    with staged(*pair.get(), engine_factory) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, pair: Fleet, engine_loop: LoopThread) -> Iterator[Outcomes]:
-    yield from run_beside(request, stages(pair.get, engine_loop))
+FLEET = {
+    "masters": 2,
+    "workers": 2,
+    "settings": {"probe_interval_s": PROBE_INTERVAL_S, "lease_s": LEASE_S, "first_byte_timeout_s": FIRST_BYTE_S},
+}
 
 
 def models_of(deployment: Deployment) -> list[str]:
