@@ -25,9 +25,14 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.errors import BadRequest, ConfigurationError
+from app.nearest import nearest
 from app.nodes import normalise_url
 
 ENV_PREFIX = "EVENHAND_"
+# Read elsewhere: the first two by the command line, the others from one process of a deployment to the next.
+OTHER_VARIABLES = ("EVENHAND_URL", "EVENHAND_ADMIN_KEY", "EVENHAND_READY_FD", "EVENHAND_WORKER_ID")
+# What Kubernetes sets in every pod beside a service whose name begins with evenhand: nobody's mistake.
+_SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
 
 # Decimal and binary suffixes are both common in the documents of engines and of reverse proxies; taking
 # MB for MiB would refuse a body that the operator meant to let in.
@@ -390,6 +395,21 @@ def variables_of(name: str) -> list[str]:
     if isinstance(alias, AliasChoices):
         return [str(choice) for choice in alias.choices]
     return [f"{ENV_PREFIX}{name.upper()}"]
+
+
+def misspelt_variables(environment: Mapping[str, str]) -> list[str]:
+    """A line for each variable that looks like a setting and is none. Its value may be a key: it is not in the line."""
+    names = [name for field in Settings.model_fields for name in variables_of(field)]
+    names = [*(name for name in names if name.startswith(ENV_PREFIX)), *OTHER_VARIABLES]
+    lines: list[str] = []
+    for name, value in sorted(environment.items()):
+        known = not name.upper().startswith(ENV_PREFIX) or name.upper() in names
+        if not known and not _SERVICE_LINK.search(name) and not value.startswith(("tcp://", "udp://")):
+            stems = [known.removeprefix(ENV_PREFIX) for known in names]  # the prefix makes all of them alike
+            near = nearest(name.upper().removeprefix(ENV_PREFIX), stems)
+            hint = f"; did you mean {ENV_PREFIX}{near}?" if near else ""
+            lines.append(f"the variable {name} is no setting and is ignored{hint}")
+    return lines
 
 
 def is_list(field: FieldInfo) -> bool:

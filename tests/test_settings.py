@@ -9,7 +9,7 @@ import pytest
 import trustme
 
 from app.errors import ConfigurationError
-from app.settings import Settings, flag_of, variables_of
+from app.settings import Settings, flag_of, misspelt_variables, variables_of
 
 # The flags of `lmdeploy serve proxy` and their defaults (source: lmdeploy/cli/serve.py, 0.18.0).
 LMDEPLOY_DEFAULTS = {
@@ -256,3 +256,38 @@ def test_ssl_says_which_file_is_missing_or_wrong(monkeypatch: pytest.MonkeyPatch
     certificate.cert_chain_pems[0].write_to_path(chain)
     settings = Settings.load({"ssl": True})
     assert (settings.ssl_keyfile, settings.ssl_certfile) == (key, chain)
+
+
+def test_variables_that_are_no_setting_are_told_with_the_nearest_that_is_and_without_their_value() -> None:
+    lines = misspelt_variables(
+        {
+            "EVENHAND_API_KEY": "hush-1",
+            "EVENHAND_WORKRES": "4",
+            "evenhand_redis_ulr": "redis://:hush@h",
+            "EVENHAND_XYZZY": "hush-2",
+            # right ones, ours beside the settings, others', and what Kubernetes sets for services
+            "EVENHAND_WORKERS": "4",
+            "evenhand_grace_s": "1",
+            "EVENHAND_ADMIN_KEY": "hush",
+            "EVENHAND_URL": "http://a",
+            "EVENHAND_READY_FD": "7",
+            "AIOHTTP_TIMEOUT": "1",
+            "PATH": "/",
+            "EVENHAND_SERVICE_HOST": "10.0.0.1",
+            "EVENHAND_SERVICE_PORT": "8000",
+            "EVENHAND_SERVICE_PORT_HTTP": "8000",
+            "EVENHAND_PORT": "tcp://10.0.0.1:8000",
+            "EVENHAND_REDIS_PORT_6379_TCP_ADDR": "10.0.0.1",
+        }
+    )
+    assert lines == [
+        "the variable EVENHAND_API_KEY is no setting and is ignored; did you mean EVENHAND_API_KEYS?",
+        "the variable EVENHAND_WORKRES is no setting and is ignored; did you mean EVENHAND_WORKERS?",
+        "the variable EVENHAND_XYZZY is no setting and is ignored",
+        "the variable evenhand_redis_ulr is no setting and is ignored; did you mean EVENHAND_REDIS_URL?",
+    ]
+
+
+def test_a_port_that_no_kubernetes_set_is_told() -> None:
+    (line,) = misspelt_variables({"EVENHAND_PORT": "9000"})
+    assert "EVENHAND_PORT is no setting" in line and "9000" not in line

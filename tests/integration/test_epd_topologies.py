@@ -38,11 +38,7 @@ SPLIT = {
 }
 
 
-@pytest.fixture(scope="module")
-def fleet(redis_server: PrivateRedis) -> Iterator[Fleet]:
-    one = Fleet(redis_server, workers=1, settings=SETTINGS | SPLIT)
-    yield one
-    one.close()
+FLEET = {"workers": 1, "settings": SETTINGS | SPLIT}
 
 
 class Split(Floor):
