@@ -16,7 +16,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY lua ./lua
 COPY app ./app
 COPY workers ./workers
-# Source maps of the docs page are a tenth of all; nothing serves them.
+# Source maps of the docs page are 5 MB; nothing serves them.
 RUN /opt/evenhand/bin/pip install --no-deps . && /opt/evenhand/bin/pip uninstall -y pip \
     && find /opt/evenhand -name '*.map' -delete
 
