@@ -397,7 +397,7 @@ def test_profiling_reaches_all_nodes_of_all_roles_and_tells_each_answer(
     encoders[1].strict.profile_status = 404  # an engine without a profiler
     prefill.crash()
     everyone = [*encoders, prefill, decode, second]
-    reply = split.deployment.post(path, {}, headers=HEAD)
+    reply = split.deployment.post(path, {"num_steps": 3}, headers=HEAD)
     assert reply.status == 200
     told = reply.json()
     assert set(told) == {engine.url for engine in everyone}
@@ -407,6 +407,7 @@ def test_profiling_reaches_all_nodes_of_all_roles_and_tells_each_answer(
     for engine in everyone:
         assert [record.path for record in engine.profiled] == ([] if engine is prefill else [path])
         assert all(record.header(b"authorization") == f"Bearer {ENGINE}".encode() for record in engine.profiled)
+        assert all(json.loads(record.body) == {"num_steps": 3} for record in engine.profiled)
 
 
 @pytest.mark.parametrize("path", ["/start_profile", "/stop_profile"])
