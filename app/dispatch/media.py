@@ -13,10 +13,11 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
+from app.dispatch.bodies import encoded, members_of, value_of
 from app.errors import BadRequest, EngineBroke
 
 EMBEDS = {
@@ -38,7 +39,6 @@ class ReportError(EngineBroke):
     """An encoder answered, but what it reports can't be used: no other encoder would mend that."""
 
 
-T = TypeVar("T")
 Json = dict[str, Any]
 Key = tuple[str, str]
 """Kind and uuid: items that share it are one item."""
@@ -88,7 +88,7 @@ class MediaRequest:
 
     def __init__(self, body: bytes) -> None:
         """Raises BadRequest where `messages` is no list, a media part is none, or either can't be read."""
-        self._fields: dict[str, msgspec.Raw] = _decoded(body, "The request body", dict[str, msgspec.Raw])
+        self._fields = members_of(body)
         self._messages = self._decoded("messages")
         self.items = tuple(find_items(self._messages))
         options = self._decoded("mm_processor_kwargs") if self.items else None
@@ -99,7 +99,7 @@ class MediaRequest:
 
     def _decoded(self, name: str) -> Any:
         raw = self._fields.get(name)
-        return None if raw is None else _decoded(raw, name, object)
+        return None if raw is None else value_of(raw, name)
 
     @property
     def distinct_items(self) -> list[Item]:
@@ -121,7 +121,7 @@ class MediaRequest:
         if consumer_zmq is not None:
             ids = [{"transfer_id": transfer_id} for transfer_id in group.transfer_ids]
             body["ec_transfer_params"] = {"consumer_zmq": consumer_zmq, "ec_items": ids}
-        return _encoded(body)
+        return encoded(body)
 
     def with_reports(self, reports: Mapping[Key, Report], *, rewrite: bool, to_consumer: bool) -> bytes:
         """The request for prefill or decode.
@@ -144,7 +144,7 @@ class MediaRequest:
         if handles:
             with_ids = {"ec_items": ids} if rewrite or to_consumer else {}
             fields["ec_transfer_params"] = handles | with_ids
-        return _encoded(fields)
+        return encoded(fields)
 
     def _rewritten(self, reports: Mapping[Key, Report]) -> Any:
         # vLLM lines audio features up with what is left of them: a mixture of embeddings and raw media
@@ -165,23 +165,6 @@ class MediaRequest:
                 part = {"type": embeds, embeds: values, "uuid": item.uuid}
             messages[item.message]["content"][item.part] = part
         return messages
-
-
-def _decoded(raw: bytes | msgspec.Raw, name: str, kind: type[T]) -> T:
-    # What the peek has only skipped over is looked at here for the first time: UTF-8, sizes of numbers.
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise BadRequest(f"{name} is not valid JSON: {e}") from e
-    except RecursionError as e:
-        raise BadRequest(f"{name} is nested too deeply") from e
-
-
-def _encoded(value: object) -> bytes:
-    try:
-        return msgspec.json.encode(value)
-    except RecursionError as e:
-        raise BadRequest("The request body is nested too deeply") from e
 
 
 def may_have_media(body: bytes) -> bool:

@@ -298,6 +298,14 @@ async def test_text_and_embeds_never_touch_an_encoder_and_go_on_byte_for_byte(bo
     assert world.ledger.unfinished == {}
 
 
+async def test_text_with_a_lone_surrogate_goes_on_byte_for_byte() -> None:
+    world = World()
+    body = rb'{"model":"m","messages":[{"role":"user","content":"cut \ud83d"}]}'
+    (await world.open(body)).close(Outcome.OK)
+    assert world.taker.sent[0].body == body
+    assert world.caller.calls == []
+
+
 async def test_a_query_string_does_not_hide_a_chat_request() -> None:
     world = World()
     (await world.open(body_of(image(0)), PATH + b"?x=1")).close(Outcome.OK)

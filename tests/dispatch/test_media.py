@@ -854,6 +854,34 @@ def test_a_body_that_the_peek_let_pass_but_nobody_can_read_is_a_400(raw: bytes) 
         MediaRequest(raw)
 
 
+LONE = "cut \ud83d"  # what JavaScript's slice makes of an emoji; json.dumps writes it as an escape
+
+
+@pytest.mark.parametrize("where", ["text", "url", "option", "key"])
+def test_a_lone_surrogate_goes_on_as_it_came(where: str) -> None:
+    """The engines' own parser takes it (json.loads, as FastAPI has it), so what they get must mean the same."""
+    url = "http://img/" + (LONE if where == "url" else "0")
+    parts = [text(LONE if where == "text" else "hi"), {"type": "image_url", "image_url": {"url": url}}]
+    more = {"option": {"user": LONE}, "key": {LONE: 1}}.get(where, {})
+    raw = body_of(*parts, **more, seed=7)
+    request = MediaRequest(raw)
+    (item,) = request.items
+    assert item.uuid == hashlib.sha256(url.encode(errors="surrogatepass")).hexdigest()
+    sent = json.loads(request.sub_request(group_of(request), pin_uuids=False, consumer_zmq=None))
+    assert parts_of(sent) == parts[1:]
+    assert json.loads(request.with_reports({}, rewrite=False, to_consumer=False)) == json.loads(raw)
+    embeds = {"type": "image_embeds", "image_embeds": {"g": [1, 2]}, "uuid": item.uuid}
+    found = rewritten(request, reports_for(request, {"g": [[1, 2]]}))
+    assert parts_of(found) == [parts[0], embeds]
+    assert {name: found[name] for name in more} == more and found["seed"] == 7
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+def test_beside_a_lone_surrogate_a_number_that_is_none_is_still_refused(number: str) -> None:
+    with pytest.raises(BadRequest, match="is not valid JSON"):
+        MediaRequest(body_of(text(LONE), image(0)).replace(b'"m"', number.encode()))
+
+
 def test_nesting_at_any_depth_is_a_400_or_is_served() -> None:
     """The limit is on the whole stack of calls, so what can be read here may be too deep there."""
     refused = 0
