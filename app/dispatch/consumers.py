@@ -6,10 +6,10 @@ Source: `--ec-consumer-zmq-addrs` and `--ec-consumer-dp-size` of vLLM's encoder-
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from app.errors import ConfigurationError, Headers, NoNodeAvailable
+from app.errors import ConfigurationError, Headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,14 @@ class Consumers:
     def __bool__(self) -> bool:
         return bool(self._by_url)
 
+    @property
+    def urls(self) -> Collection[str]:
+        """The nodes that have a control channel: no other can be pushed to."""
+        return self._by_url.keys()
+
     def choose(self, url: str) -> Consumer:
-        """A replica of the node, by chance. Raises NoNodeAvailable for a node without a control channel."""
-        addresses = self._by_url.get(url)
-        if addresses is None:
-            raise NoNodeAvailable(f"no Mooncake consumer address is known for the Decode node {url}")
+        """A replica of a node of `urls`, by chance."""
+        addresses = self._by_url[url]
         rank = random.randrange(self._dp_size)
         headers = [(b"x-data-parallel-rank", b"%d" % rank)] if self._dp_size > 1 else []
         return Consumer(url, addresses[rank], headers)

@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from app.dispatch.answer import Answer, EngineRequest, Outcome, Taker, Whole
+from app.dispatch.answer import Answer, ChoosyTaker, EngineRequest, Outcome, Taker, Whole
 from app.dispatch.caller import Caller
 from app.dispatch.consumers import Consumer, Consumers
 from app.dispatch.media import (
@@ -61,7 +61,11 @@ class EpdRules:
 
 
 class Epd:
-    """The use case; one per worker."""
+    """The use case; one per worker.
+
+    Args:
+        consumer_taker: who serves a request with pushed embeddings; not asked where `consumers` is false.
+    """
 
     def __init__(
         self,
@@ -72,6 +76,7 @@ class Epd:
         inner: Taker,
         rules: EpdRules,
         consumers: Consumers,
+        consumer_taker: ChoosyTaker,
         expects_encoders: bool,
     ) -> None:
         self._registry = registry
@@ -80,6 +85,7 @@ class Epd:
         self._inner = inner
         self._rules = rules
         self._consumers = consumers
+        self._consumer_taker = consumer_taker
         self._expects_encoders = expects_encoders
 
     async def open(self, request: EngineRequest) -> Answer:
@@ -119,7 +125,9 @@ class Epd:
                 return Answer(e.answer, e.answer.url, ()), None
             return await (await self._inner.take(request.model)).send(replace(request, body=body)), None
         # A pushed embedding goes to one consumer, so that one is held before anything is encoded.
-        held = await self._inner.take(request.model, only=before.url if before else None)
+        held = await self._consumer_taker.take_among(
+            request.model, self._consumers.urls, only=before.url if before else None
+        )
         try:
             consumer = before if before and before.url == held.url else self._consumers.choose(held.url)
             body = await self._encode(request, media, consumer.zmq)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from app.dispatch.consumers import Consumer, Consumers
-from app.errors import ConfigurationError, NoNodeAvailable
+from app.errors import ConfigurationError
 from tests.dispatch.fakes import D0, D1
 
 S0R0, S0R1, S1R0, S1R1 = "tcp://s0:1", "tcp://s0:2", "tcp://s1:1", "tcp://s1:2"
@@ -58,6 +58,6 @@ def test_without_addresses_nothing_is_pushed(dp_size: int) -> None:
     assert not Consumers([], [], dp_size)
 
 
-def test_a_node_without_an_address_is_a_503_that_names_it() -> None:
-    with pytest.raises(NoNodeAvailable, match=f"the Decode node {D1}"):
-        Consumers([D0], [S0R0], 1).choose(D1)
+def test_the_nodes_that_can_be_pushed_to_are_named() -> None:
+    assert set(Consumers([D0, D1], [S0R0, S1R0], 1).urls) == {D0, D1}
+    assert set(Consumers([D0, D1], [], 1).urls) == set()

@@ -71,11 +71,13 @@ class World:
         self.ledger = FakeLedger(self.registry)
         self.caller = FakeCaller()
         self.taker = FakeTaker(self.ledger, *takes)
+        served_by: Any = inner(self) if inner else self.taker
         self.epd = Epd(
             registry=self.registry,  # type: ignore[arg-type]
             ledger=self.ledger,  # type: ignore[arg-type]
             caller=self.caller,  # type: ignore[arg-type]
-            inner=inner(self) if inner else self.taker,
+            inner=served_by,
+            consumer_taker=served_by,
             rules=replace(RULES, **rules),
             consumers=consumers or Consumers((), (), 1),
             expects_encoders=expects_encoders,
@@ -768,9 +770,17 @@ async def test_a_consumer_whose_node_is_gone_is_replaced_by_one_of_the_node_that
     assert zmq == ["tcp://d0:1", "tcp://d1:1"]
 
 
-async def test_a_node_without_a_control_channel_is_a_503_and_given_back() -> None:
-    world = World(takes=("http://h0:1",), consumers=TWO)
-    with pytest.raises(NoNodeAvailable, match="Mooncake consumer"):
+async def test_media_never_go_to_a_node_without_a_control_channel_and_text_does() -> None:
+    """Such a node may be registered at any time, and then it is the least busy one."""
+    world = World(*nodes_of(1, decode=1, hybrid=1), inner=hybrid, consumers=Consumers([D0], ["tcp://d0:1"], 1))
+    answers = [await world.ask(image(n)) for n in range(3)]
+    assert [answer.url for answer in answers] == [D0, D0, D0]
+    assert (await world.ask(text())).url == "http://h0:1"
+
+
+async def test_where_no_node_with_a_control_channel_is_alive_media_are_a_503_that_names_them() -> None:
+    world = World(*nodes_of(1, decode=0, hybrid=1), inner=hybrid, consumers=Consumers([D0], ["tcp://d0:1"], 1))
+    with pytest.raises(NoNodeAvailable, match=f"no Hybrid or Decode node of {D0} "):
         await world.ask(image(0))
     assert world.ledger.unfinished == {} and world.caller.calls == []
 
