@@ -29,7 +29,7 @@ class Consumers:
         addresses: one per decode node and data-parallel rank: s0r0, s0r1, s1r0, ...
 
     Raises:
-        ConfigurationError: the counts don't fit.
+        ConfigurationError: the counts don't fit, or an address stands twice.
     """
 
     def __init__(self, urls: Sequence[str], addresses: Sequence[str], dp_size: int) -> None:
@@ -38,6 +38,11 @@ class Consumers:
                 f"--ec-consumer-zmq-addrs: must be one for each of the {len(urls)} decode servers "
                 f"and {dp_size} data-parallel ranks, not {len(addresses)}"
             )
+        twice = next((address for address in addresses if addresses.count(address) > 1), None)
+        if twice is not None:
+            raise ConfigurationError(f"--ec-consumer-zmq-addrs: {twice} is named twice; a replica has one of its own")
+        if dp_size > 1 and not addresses:
+            raise ConfigurationError("--ec-consumer-dp-size is for --ec-consumer-zmq-addrs, which is not given")
         self._dp_size = dp_size
         self._by_url = {url: addresses[i * dp_size : (i + 1) * dp_size] for i, url in enumerate(urls) if addresses}
 

@@ -314,7 +314,11 @@ def _profile(summary: str, identifier: str) -> Schema:
         errors=("400", "401", "403", "413", "502", "503"),
         requestBody={
             "content": _json(
-                {"type": "object", "description": "The engines' own options, such as SGLang's num_steps.", "default": {}}
+                {
+                    "type": "object",
+                    "description": "The engines' own options, such as SGLang's num_steps.",
+                    "default": {},
+                }
             )
         },
         description="The same call, with its body, to all nodes that are not gone, side by side.",

@@ -282,6 +282,13 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "Mooncake consumers and prefill servers": ([*EPD, "--ec-consumer-zmq-addrs", "tcp://a:1"], "ec-consumer-zmq-addrs"),
     "Mooncake addresses of no server": (["--ec-consumer-zmq-addrs", "tcp://a:1"], "ec-consumer-zmq-addrs"),
+    "one Mooncake address twice": (
+        ["--decode-servers-urls", f"{D},{P}", "--ec-consumer-zmq-addrs", "tcp://a:1,tcp://a:1"], "tcp://a:1 is named twice",
+    ),
+    "a Mooncake address that is none": ([*E_PD, "--ec-consumer-zmq-addrs", "a:1"], "must be tcp://HOST:PORT"),
+    "ranks without Mooncake addresses": ([*E_PD, "--ec-consumer-dp-size", "2"], "--ec-consumer-dp-size is for"),
+    "LMDeploy's protocol for vLLM's servers": ([*EPD, "--pd-protocol", "lmdeploy"], "--pd-protocol lmdeploy"),
+    "prefill switched off and named": ([*E_PD, "--prefill-servers-urls", "disable", P], "disable or none"),
     "no rank at all": ([*E_PD, "--ec-consumer-dp-size", "0"], "ec-consumer-dp-size"),
     "a policy that is none": (["--encoder-policy", "sticky"], "encoder-policy"),
     "retries below none": (["--encoder-retries", "-1"], "encoder-retries"),
