@@ -283,7 +283,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "Mooncake consumers and prefill servers": ([*EPD, "--ec-consumer-zmq-addrs", "tcp://a:1"], "ec-consumer-zmq-addrs"),
     "Mooncake addresses of no server": (["--ec-consumer-zmq-addrs", "tcp://a:1"], "ec-consumer-zmq-addrs"),
     "one Mooncake address twice": (
-        ["--decode-servers-urls", f"{D},{P}", "--ec-consumer-zmq-addrs", "tcp://a:1,tcp://a:1"], "tcp://a:1 is named twice",
+        ["--decode-servers-urls", f"{D},{P}", "--ec-consumer-zmq-addrs", "tcp://a:1,tcp://a:1"], "named twice",
     ),
     "a Mooncake address that is none": ([*E_PD, "--ec-consumer-zmq-addrs", "a:1"], "must be tcp://HOST:PORT"),
     "ranks without Mooncake addresses": ([*E_PD, "--ec-consumer-dp-size", "2"], "--ec-consumer-dp-size is for"),
