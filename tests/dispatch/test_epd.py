@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from app.dispatch import epd
 from app.dispatch.answer import Answer, EngineRequest, Outcome, Taker
 from app.dispatch.consumers import Consumers
 from app.dispatch.epd import PATH, Epd, EpdRules
@@ -430,6 +431,51 @@ async def test_a_retry_has_a_fresh_child_id_and_fresh_transfer_ids() -> None:
     }
     ids = [item["transfer_id"] for item in body["ec_transfer_params"]["ec_items"]]
     assert ids == [by_uuid[part["uuid"]] for part in parts_of(body)]
+
+
+def down(world: World, url: str) -> None:
+    world.registry.set(replace(world.registry.snapshot.nodes[url], state=State.DOWN))
+
+
+async def test_the_items_of_an_encoder_that_went_down_while_it_worked_go_to_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A frozen host breaks no connection: without this its items wait for --first-byte-timeout-s, 10 minutes."""
+    monkeypatch.setattr(epd, "LOOK_EVERY_S", 0.01)
+    world = World()
+    world.caller.behaviour[E0] = hangs
+    task = asyncio.create_task(world.ask(image(0), image(1)))
+    await asyncio.sleep(0.05)
+    assert not task.done() and world.caller.running[E0] == 1
+    down(world, E0)
+    answer = await asyncio.wait_for(task, 1)
+    assert answer.status == 200
+    assert [(call.url, call.cancelled) for call in world.caller.encodes] == [(E0, True), (E1, False), (E1, False)]
+    answer.close(Outcome.OK)
+    assert world.ledger.unfinished == {} and not any(world.caller.running.values())
+
+
+@pytest.mark.parametrize("case", ["nobody else", "no retries", "removed"])
+async def test_an_encoder_that_may_still_end_its_work_is_waited_for(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that shuts down properly refuses connections, and serves what it has."""
+    monkeypatch.setattr(epd, "LOOK_EVERY_S", 0.01)
+    world = World(*nodes_of(1 if case == "nobody else" else 2), encoder_retries=0 if case == "no retries" else 2)
+    go = asyncio.Event()
+
+    async def slowly(call: Call) -> None:
+        await go.wait()
+
+    world.caller.behaviour[E0] = slowly
+    task = asyncio.create_task(world.ask(image(0)))
+    await asyncio.sleep(0.03)
+    if case == "removed":
+        world.registry.set(gone=(E0,))
+    else:
+        down(world, E0)
+    await asyncio.sleep(0.05)
+    go.set()
+    assert (await asyncio.wait_for(task, 1)).status == 200
+    assert [(call.url, call.cancelled) for call in world.caller.encodes] == [(E0, False)]
 
 
 async def test_no_encoder_is_tried_twice_for_an_item() -> None:
