@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
 from app.dispatch.answer import Answer, ChoosyTaker, EngineRequest, Outcome, Taker, Whole
-from app.dispatch.caller import Caller
+from app.dispatch.caller import AnswerTooLong, Caller
 from app.dispatch.consumers import Consumer, Consumers
 from app.dispatch.media import (
     Group,
@@ -277,6 +277,8 @@ class Epd:
             )
             succeeded = True
             return found
+        except AnswerTooLong as e:
+            raise ReportError(e.message) from e
         finally:
             # One call is one latency, however many items it had.
             for position, ticket in enumerate(tickets):

@@ -34,6 +34,11 @@ MOST_ITEMS = 1000
 """In one request: they are assigned in one step of Redis, where all others wait meanwhile (5 ms for as many;
 100,000, which fit in 7 MB, took 1.8 s). vLLM's own limit is 999 of a kind (`limit_mm_per_prompt`)."""
 
+MOST_NUMBERS = 100_000
+"""In the metadata of a report: a grid has 3, a film some for each frame. A million would stop the worker for 0.7 s."""
+NO_METADATA = "its metadata must be arrays of numbers"
+TOO_MANY_NUMBERS = f"its metadata has more than {MOST_NUMBERS} numbers"
+
 
 class ReportError(EngineBroke):
     """An encoder answered, but what it reports can't be used: no other encoder would mend that."""
@@ -264,6 +269,7 @@ def read_reports(group: Group, answer: bytes, *, audio_in_video: bool, to_consum
         return {}
     by_index = _by_index(group, entries) if len(group.items) > 1 else {}
     reports: dict[Key, Report] = {}
+    numbers = 0
     for position, item in enumerate(group.items):
         if position in by_index:
             found = by_index[position]
@@ -275,7 +281,10 @@ def read_reports(group: Group, answer: bytes, *, audio_in_video: bool, to_consum
             continue  # a video and its own sound: two features of one part, which nothing here can tell apart
         else:
             raise ReportError(f"encoder {group.url}: its metadata can't be matched with the items it got")
-        reports[item.key] = Report(found, entries[found], group.transfer_ids[position])
+        reports[item.key] = report = Report(found, entries[found], group.transfer_ids[position])
+        numbers += sum(map(_size, report.metadata.values()))  # one entry may stand for many items
+        if numbers > MOST_NUMBERS:
+            raise ReportError(f"encoder {group.url}: {TOO_MANY_NUMBERS}")
     return reports
 
 
@@ -288,10 +297,18 @@ def _entries(answer: Any) -> dict[str, Json]:
         return {}
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise ValueError("its ec_transfer_params is no object of objects")
+    numbers = 0
     for entry in entries.values():
         metadata = entry.get("metadata")
-        if metadata is not None and not (isinstance(metadata, dict) and all(map(_is_numeric, metadata.values()))):
-            raise ValueError("its metadata must be arrays of numbers")
+        if metadata is None:
+            continue
+        if not isinstance(metadata, dict) or not all(isinstance(values, list) for values in metadata.values()):
+            raise ValueError(NO_METADATA)
+        numbers += sum(map(_size, metadata.values()))
+        if numbers > MOST_NUMBERS:
+            raise ValueError(TOO_MANY_NUMBERS)
+        if not all(map(_is_numeric, metadata.values())):
+            raise ValueError(NO_METADATA)
     return entries
 
 
@@ -314,10 +331,17 @@ def _plain_pair(entries: Mapping[str, Json]) -> bool:
     return len(entries) == 2 and all(entry.keys() <= {"metadata", "item_indices"} for entry in entries.values())
 
 
-def _is_numeric(value: Any) -> bool:
-    return isinstance(value, list) and all(
+def _size(values: list[Any]) -> int:
+    """How many numbers there may be; a list of too many is not looked into."""
+    if len(values) > MOST_NUMBERS:
+        return len(values)
+    return sum(len(element) if isinstance(element, list) else 1 for element in values)
+
+
+def _is_numeric(values: list[Any]) -> bool:
+    return all(
         isinstance(number, (int, float)) and not isinstance(number, bool)
-        for element in value
+        for element in values
         for number in (element if isinstance(element, list) else [element])
     )
 

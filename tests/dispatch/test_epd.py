@@ -14,9 +14,11 @@ import pytest
 
 from app.dispatch import epd
 from app.dispatch.answer import Answer, EngineRequest, Outcome, Taker
+from app.dispatch.caller import AnswerTooLong
 from app.dispatch.consumers import Consumers
 from app.dispatch.epd import PATH, Epd, EpdRules
 from app.dispatch.hybrid import Hybrid
+from app.dispatch.media import ReportError
 from app.dispatch.prefill_decode import PrefillDecode
 from app.errors import (
     BadRequest,
@@ -213,6 +215,15 @@ async def test_one_call_is_one_latency_however_many_items_it_had() -> None:
     await world.served(image(0), image(1), image(2), video(0))
     assert world.ledger.taken[E0] == 4
     assert world.ledger.latencies == {E0: 2, D0: 1}
+
+
+async def test_an_answer_over_the_limit_is_a_502_and_not_tried_again() -> None:
+    world = World()
+    world.caller.behaviour[E0] = lambda call: AnswerTooLong("its answer is longer than 5 bytes")
+    with pytest.raises(ReportError, match="longer than 5 bytes") as caught:
+        await world.ask(image(0))
+    assert caught.value.status == 502 and len(world.caller.calls) == 1
+    assert world.ledger.unfinished == {}
 
 
 async def test_the_encoders_answers_are_read_up_to_a_limit() -> None:

@@ -525,6 +525,26 @@ def test_an_answer_that_is_no_json_object_is_a_502(answer: bytes) -> None:
     assert (caught.value.status, E0 in caught.value.message) == (502, True)
 
 
+@pytest.mark.parametrize(
+    ("request_", "values", "taken"),
+    [
+        (ONE, [0] * 100_000, True),
+        (ONE, [0] * 100_001, False),
+        (ONE, [[0] * 60_000, [0] * 40_001], False),
+        (PAIR, [0] * 50_000, True),
+        (PAIR, [0] * 50_001, False),  # it stands for both
+    ],
+)
+def test_metadata_that_is_no_description_any_more_is_a_502(request_: MediaRequest, values: Any, taken: bool) -> None:
+    group = group_of(request_)
+    entries = {"A": {"metadata": {"x": values}, "item_indices": list(range(len(group.items)))}}
+    if taken:
+        assert len(read(group, entries)) == len(group.items)
+    else:
+        with pytest.raises(ReportError, match="more than 100000 numbers"):
+            read(group, entries)
+
+
 @pytest.mark.parametrize("answer", [b"{}", b'{"ec_transfer_params":null}', b' {"id":"x","ec_transfer_params": {} } '])
 def test_an_answer_that_reports_nothing_is_fine(answer: bytes) -> None:
     assert read_reports(group_of(PAIR), answer, audio_in_video=False, to_consumer=False) == {}
