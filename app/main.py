@@ -157,7 +157,8 @@ def dispatcher(settings: Settings, *, registry: Registry, ledger: Ledger, caller
     consumers = Consumers(settings.decode_servers_urls, settings.ec_consumer_zmq_addrs, settings.ec_consumer_dp_size)
     if topology.split and topology.protocol == "lmdeploy":
         return DistServe()
-    inner = PrefillDecode(ledger=ledger, caller=caller) if topology.split else Hybrid(ledger=ledger, caller=caller)
+    hybrid = Hybrid(ledger=ledger, caller=caller)
+    inner = PrefillDecode(ledger=ledger, caller=caller) if topology.split else hybrid
     return Epd(
         registry=registry,
         ledger=ledger,
@@ -165,6 +166,7 @@ def dispatcher(settings: Settings, *, registry: Registry, ledger: Ledger, caller
         inner=inner,
         rules=rules,
         consumers=consumers,
+        consumer_taker=hybrid,
         expects_encoders=topology.expects_encoders,
     )
 

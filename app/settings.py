@@ -84,7 +84,16 @@ def _check_node(value: str) -> str:
 def _check_prefill(value: tuple[str, ...]) -> tuple[str, ...]:
     if len(value) == 1 and value[0].lower() in ("disable", "none"):
         return ("disable",)
+    if any(word.lower() in ("disable", "none") for word in value):
+        raise ValueError("disable or none can't stand beside URLs")
     return tuple(_check_node(url) for url in value)
+
+
+def _check_zmq(value: str) -> str:
+    match = re.fullmatch(r"tcp://([^\s/:\[\]]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", value)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise ValueError("must be tcp://HOST:PORT")
+    return value
 
 
 def _check_networks(value: tuple[str, ...]) -> tuple[str, ...]:
@@ -287,10 +296,10 @@ class Settings(BaseSettings):
         "disable or none: decode nodes prefill too.",
     )
     decode_servers_urls: NodeUrls = Field((), description="Decode nodes, comma-separated.")
-    pd_protocol: Literal["lmdeploy", "nixl"] = Field(
-        "lmdeploy",
-        description="How separate prefill and decode nodes hand the KV cache over; nixl where encoders or "
-        "prefill servers are named by the flags above.",
+    pd_protocol: Literal["auto", "lmdeploy", "nixl"] = Field(
+        "auto",
+        description="How separate prefill and decode nodes hand the KV cache over; auto: nixl where encoders or "
+        "prefill servers are named by the flags above, else lmdeploy.",
     )
     encoder_policy: Literal["round_robin", "weighted", "least_unfinished"] = Field(
         "round_robin", description="Which encoder gets a media item: in turn, in turn by speed, or the least busy."
@@ -309,7 +318,9 @@ class Settings(BaseSettings):
     no_rewrite: bool = Field(
         False, description="Pass media on as they are, instead of what the encoders report of them."
     )
-    ec_consumer_zmq_addrs: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+    ec_consumer_zmq_addrs: Annotated[
+        tuple[Annotated[str, AfterValidator(_check_zmq)], ...], NoDecode, BeforeValidator(_split)
+    ] = Field(
         (),
         description="Mooncake control channels of the decode servers, comma-separated, "
         "one for each server and data-parallel rank.",

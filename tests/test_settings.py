@@ -200,6 +200,25 @@ def test_other_redis_urls_are_not(url: str) -> None:
     assert complaint({"redis_url": url}).startswith("--redis-url: ")
 
 
+@pytest.mark.parametrize("address", ["tcp://10.0.0.8:14579", "tcp://host-1.local:1", "tcp://[fd00::8]:65535"])
+def test_mooncake_addresses_are_those_of_zmqs_tcp(address: str) -> None:
+    assert Settings.load({"ec_consumer_zmq_addrs": [address]}).ec_consumer_zmq_addrs == (address,)
+
+
+@pytest.mark.parametrize(
+    "address", ["10.0.0.8:14579", "http://h:1", "tcp://h", "tcp://:1", "tcp://h:0", "tcp://h:65536", "tcp://fd00::8:1"]
+)
+def test_other_mooncake_addresses_are_not(address: str) -> None:
+    with pytest.raises(ConfigurationError, match="--ec-consumer-zmq-addrs: must be tcp://HOST:PORT"):
+        Settings.load({"ec_consumer_zmq_addrs": [address]})
+
+
+@pytest.mark.parametrize("words", [["disable", "http://p:1"], ["http://p:1,none"]])
+def test_prefill_is_switched_off_or_named(words: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="disable or none can't stand beside URLs"):
+        Settings.load({"prefill_servers_urls": words})
+
+
 def test_the_environment_makes_the_same_settings_in_a_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     settings = Settings.load(

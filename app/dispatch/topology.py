@@ -56,7 +56,13 @@ class Topology:
         Consumers(settings.decode_servers_urls, settings.ec_consumer_zmq_addrs, settings.ec_consumer_dp_size)
         vllm = bool(settings.encode_servers_urls or prefill)
         named = split or vllm or bool(settings.decode_servers_urls)
-        return cls(split, "nixl" if vllm else settings.pd_protocol, bool(settings.encode_servers_urls), named)
+        if settings.pd_protocol == "lmdeploy" and split and vllm:
+            raise ConfigurationError(
+                "--pd-protocol lmdeploy can't be used with --encode-servers-urls or --prefill-servers-urls, "
+                "which name vLLM's nodes; they hand the KV cache over by nixl"
+            )
+        protocol = settings.pd_protocol if settings.pd_protocol != "auto" else "nixl" if vllm else "lmdeploy"
+        return cls(split, protocol, bool(settings.encode_servers_urls), named)
 
     def check(self, role: Role, *, field: str = "status.role") -> None:
         """Raises BadRequest for a role that this deployment can't use."""
