@@ -273,6 +273,7 @@ def dispatcher(settings: Settings, *, registry: Registry, ledger: Ledger, caller
         rewrite=not settings.no_rewrite,
     )
     consumers = Consumers(settings.decode_servers_urls, settings.ec_consumer_zmq_addrs, settings.ec_consumer_dp_size)
+    hybrid = Hybrid(ledger=ledger, caller=caller)
     inner: Taker = (
         PrefillDecode(
             registry=registry,
@@ -283,7 +284,7 @@ def dispatcher(settings: Settings, *, registry: Registry, ledger: Ledger, caller
             rules=split.rules(topology.protocol),
         )
         if topology.split
-        else Hybrid(ledger=ledger, caller=caller)
+        else hybrid
     )
     return Epd(
         registry=registry,
@@ -292,6 +293,7 @@ def dispatcher(settings: Settings, *, registry: Registry, ledger: Ledger, caller
         inner=inner,
         rules=rules,
         consumers=consumers,
+        consumer_taker=hybrid,
         expects_encoders=topology.expects_encoders,
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -39,6 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", default="", help="ask for this key on every path")
     parser.add_argument(
         "--proxy-url", type=_node_url, help="register at this distributor, such as http://127.0.0.1:8000"
+    )
+    # As in `evenhand nodes`: the key from the environment is read when it is used, never a default.
+    parser.add_argument(
+        "--admin-key", metavar="KEY", help="admin key of the distributor, where it asks for one; env EVENHAND_ADMIN_KEY"
     )
     parser.add_argument("--url", help="the address to register, where others reach it by another than --host")
     parser.add_argument("--role", type=_role, default=Role.Hybrid, help="Hybrid, Prefill, Decode, Encode or 1 to 4")
@@ -124,7 +129,7 @@ async def _register(args: argparse.Namespace, engine: Engine) -> None:
     """Post once what LMDeploy's api_server posts when it starts; try again only while nothing answers.
 
     Source: lmdeploy/serve/openai/api_server.py, `startup_event`: no key, {url, status: {models, role}}.
-    `speed` is of the same Status object; api_server itself never sends it.
+    `speed` is of the same Status object; api_server itself never sends it, and no key either.
     """
     status: dict[str, object] = {"models": list(args.model), "role": int(args.role)}
     if args.speed is not None:
@@ -132,9 +137,12 @@ async def _register(args: argparse.Namespace, engine: Engine) -> None:
     url = _url_of(args, engine)
     target = args.proxy_url.rstrip("/") + "/nodes/add"
     timeout = aiohttp.ClientTimeout(total=REGISTER_TIMEOUT_S)
+    headers = {"accept": "application/json"}
+    if key := args.admin_key or os.environ.get("EVENHAND_ADMIN_KEY"):
+        headers["authorization"] = f"Bearer {key}"
     pause_s, longest_s = BACKOFF_S
     told = False
-    async with aiohttp.ClientSession(timeout=timeout, headers={"accept": "application/json"}) as session:
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
         while True:
             try:
                 async with session.post(target, json={"url": url, "status": status}) as answer:
@@ -143,7 +151,8 @@ async def _register(args: argparse.Namespace, engine: Engine) -> None:
                         return
                     text = (await answer.text())[:300]
                     if answer.status < 500:
-                        print(f"evenhand engine: {target} refused it: {answer.status} {text}", file=sys.stderr)
+                        hint = "; give --admin-key (EVENHAND_ADMIN_KEY)" if answer.status in (401, 403) else ""
+                        print(f"evenhand engine: {target} refused it: {answer.status} {text}{hint}", file=sys.stderr)
                         return
             except (aiohttp.ClientError, TimeoutError, OSError) as e:
                 if not told:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -128,5 +128,17 @@ class Taker(Protocol):
 
         Raises:
             ModelNotFound, NoNodeAvailable: nobody can serve it.
+        """
+        ...
+
+
+class ChoosyTaker(Protocol):
+    """A use case that can be told which nodes come into question."""
+
+    async def take_among(self, model: str, urls: Collection[str], *, only: str | None = None) -> Held:
+        """As `Taker.take`, but on one of `urls`.
+
+        Raises:
+            ModelNotFound, NoNodeAvailable: none of them can serve it.
         """
         ...

@@ -12,6 +12,10 @@ from app.upstream.transport import Response, Target, Timeouts, Transport
 IDENTITY = (b"accept-encoding", b"identity")
 
 
+class AnswerTooLong(EngineBroke):
+    """A body over the limit of whoever asked: it would be as long the next time."""
+
+
 class Caller:
     """One per worker, shared by the use cases."""
 
@@ -56,7 +60,7 @@ class Caller:
     async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int, prefill: bool = False) -> Whole:
         """The whole answer, as it is read here: the client's wish for a compressed one is not passed on.
 
-        Raises UpstreamError, also where its body is longer than `limit_bytes`.
+        Raises UpstreamError; AnswerTooLong where its body is longer than `limit_bytes`.
         """
         headers = [*(header for header in request.headers if header[0] != b"accept-encoding"), IDENTITY]
         response = await self.send(url, replace(request, headers=headers), prefill=prefill)
@@ -65,7 +69,7 @@ class Caller:
             while chunk := await response.read():
                 body += chunk
                 if len(body) > limit_bytes:
-                    raise EngineBroke(f"engine {url} broke off: its answer is longer than {limit_bytes} bytes")
+                    raise AnswerTooLong(f"engine {url} broke off: its answer is longer than {limit_bytes} bytes")
             return Whole(url, response.status, response.headers, bytes(body))
         finally:
             response.close()

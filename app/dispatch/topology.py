@@ -17,6 +17,9 @@ from app.errors import BadRequest, ConfigurationError
 from app.nodes import Role
 from app.settings import Settings
 
+FOR_ENCODERS = ("nixl", "mooncake")
+"""Hand-overs of engines that take what encoders made: vLLM's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:
@@ -57,9 +60,12 @@ class Topology:
         Consumers(settings.decode_servers_urls, settings.ec_consumer_zmq_addrs, settings.ec_consumer_dp_size)
         vllm = bool(settings.encode_servers_urls or prefill)
         named = split or vllm or bool(settings.decode_servers_urls)
-        protocol = "nixl" if vllm and settings.pd_protocol == "lmdeploy" else settings.pd_protocol
-        if split and settings.encode_servers_urls and protocol == "sglang":
-            raise ConfigurationError("--encode-servers-urls: encoders work with vLLM's protocols, not with sglang")
+        protocol = settings.pd_protocol if settings.pd_protocol != "auto" else "nixl" if vllm else "lmdeploy"
+        if split and settings.encode_servers_urls and protocol not in FOR_ENCODERS:
+            raise ConfigurationError(
+                f"--pd-protocol {protocol} can't be used with --encode-servers-urls, which names vLLM's nodes; "
+                "they hand the KV cache over by nixl or mooncake"
+            )
         dummy = split and settings.dummy_prefill and protocol == "lmdeploy"
         return cls(split, protocol, bool(settings.encode_servers_urls), dummy_prefill=dummy, named=named)
 
@@ -68,7 +74,12 @@ class Topology:
         if self.split and role is Role.Hybrid:
             raise BadRequest(
                 "A Hybrid node can't be used while prefill and decode are separate (--serving-strategy DistServe); "
-                "allowed are Prefill, Decode, Encode",
+                f"allowed are Prefill, Decode{', Encode' if self.protocol in FOR_ENCODERS else ''}",
+                param=field,
+            )
+        if self.split and role is Role.Encode and self.protocol not in FOR_ENCODERS:
+            raise BadRequest(
+                f"An Encode node can't be used with --pd-protocol {self.protocol}; allowed are Prefill, Decode",
                 param=field,
             )
         if not self.split and self.named and role is Role.Prefill:

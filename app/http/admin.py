@@ -11,6 +11,7 @@ Source: lmdeploy/serve/proxy/proxy.py (0.18.0).
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -229,15 +230,19 @@ class Admin:
         return JSONResponse("All nodes terminated successfully")
 
     async def profile(self, request: Request) -> Response:
-        """POST /start_profile, /stop_profile: to every node of every role, with each one's answer."""
-        path = request.url.path
+        """POST /start_profile, /stop_profile: to every node of every role, with each one's answer.
 
+        Engines have options of their own there (SGLang's `num_steps`), so a body goes along.
+        """
+        path = request.url.path
+        options = await json_object(request)
+        body = json.dumps(options).encode() if options else b""
         nodes = self._registry.snapshot.nodes  # as they are now: one may be removed while others are asked
 
         async def one(url: str) -> dict[str, Any]:
             role = nodes[url].role.name
             try:
-                status, text = await self._engines.post(url, path, self._key_of(url))
+                status, text = await self._engines.profile(url, path, self._key_of(url), body)
             except UpstreamError as e:
                 return {"role": role, "status": None, "answer": e.message}
             return {"role": role, "status": status, "answer": text}

@@ -19,20 +19,16 @@ from tests.integration.stage import (
     Bench,
     EngineFactory,
     Fleet,
-    Outcomes,
     Stage,
-    benches,
     beside,
     during,
     lanes,
-    run_beside,
     staged,
     start,
 )
 from tests.support import load
 from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
-from tests.support.loop import LoopThread
 from tests.support.quiet import counts as all_counts
 from tests.support.quiet import quiet_check
 from tests.support.redis import PrivateRedis, Space, TcpProxy
@@ -48,41 +44,26 @@ pytestmark = pytest.mark.timeout(180)  # the first test of the scenarios waits f
 
 
 @pytest.fixture(scope="module")
-def own_server() -> Iterator[PrivateRedis]:
+def fleet_server() -> Iterator[PrivateRedis]:
     """Not the one of the session: here it is emptied and killed."""
     with PrivateRedis(tcp=True, options=SYNC_AT_ONCE) as server:
         yield server
 
 
-@pytest.fixture(scope="module")
-def fleet(own_server: PrivateRedis) -> Iterator[Fleet]:
-    fleet = Fleet(own_server, workers=2, settings=SETTINGS)
-    yield fleet
-    fleet.close()
-
-
-@pytest.fixture
-def stage(fleet: Fleet, engine_factory: EngineFactory) -> Iterator[Stage]:
-    with staged(*fleet.get(), engine_factory) as one:
-        yield one
+FLEET = {"workers": 2, "settings": SETTINGS}
+BENCHES_AT_ONCE = 32
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, redis_server: PrivateRedis, engine_loop: LoopThread) -> Iterator[Outcomes]:
-    """Of scenarios on servers of their own."""
-    yield from run_beside(request, benches(redis_server, engine_loop))
-
-
-@pytest.fixture(scope="module")
-def road(own_server: PrivateRedis) -> Iterator[TcpProxy]:
-    with TcpProxy(own_server.socket) as proxy:
+def road(fleet_server: PrivateRedis) -> Iterator[TcpProxy]:
+    with TcpProxy(fleet_server.socket) as proxy:
         yield proxy
 
 
 @pytest.fixture(scope="module")
-def roadside(own_server: PrivateRedis, road: TcpProxy) -> Iterator[Fleet]:
+def roadside(fleet_server: PrivateRedis, road: TcpProxy) -> Iterator[Fleet]:
     """Deployments that reach Redis over the road only."""
-    fleet = Fleet(own_server, workers=2, settings={**SETTINGS, "redis_url": road.url}, redis=None)
+    fleet = Fleet(fleet_server, workers=2, settings={**SETTINGS, "redis_url": road.url}, redis=None)
     yield fleet
     fleet.close()
 
@@ -187,9 +168,9 @@ def test_r96_frozen_redis_under_load(bench: Bench) -> None:
 
 
 def frozen_under_load(stage: Stage) -> None:
-    frozen_s = 6.0  # longer than the lease: all workers are given up the moment it is back
+    frozen_s = 20.0  # much longer than the lease: all workers are given up the moment it is back
     stage.engines(2, ttft_s=0.05)
-    held, streams = held_streams(stage, frozen_s + 3.5)
+    held, streams = held_streams(stage, frozen_s + 8)
     before = registry(stage)
     deployment = stage.deployment
     assert deployment.get("/ready").status == 200
@@ -208,7 +189,7 @@ def frozen_under_load(stage: Stage) -> None:
         eventually(lambda: readiness(deployment) == {200}, within_s=2)
     assert traffic.failed == []
     took = [(a.started_s - paused_s, (a.finished_s or 0) - a.started_s) for a in traffic.since(paused_s)]
-    assert len(took) > 100
+    assert len(took) > 200
     assert max(s for _, s in took) < REDIS_TIMEOUT_S + 0.7, "one timeout each at most"
     breaker = [s for at_s, s in took if at_s > 2]
     assert sum(s > 0.4 for s in breaker) <= len(breaker) / 10, "then a breaker"

@@ -5,7 +5,6 @@ Pure. Members are kept as they were written, so that the client's values reach d
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,8 @@ import msgspec
 from msgspec import Raw
 
 from app.dispatch.answer import Whole
+from app.dispatch.bodies import encoded
+from app.dispatch.bodies import value_of as decoded
 from app.errors import BadRequest, EngineBroke
 
 Members = dict[str, Raw]
@@ -32,35 +33,14 @@ TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _ONE, _NO = Raw(b"1"), Raw(b"false")
 
 
-def members_of(body: bytes) -> Members:
-    """The members of a request's JSON object, as they were written.
-
-    Raises:
-        BadRequest: it is none.
-    """
-    try:
-        return msgspec.json.decode(body, type=Members)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        pass
-    # Lone surrogates, which engines' own parsers take.
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as e:
-        raise BadRequest(f"The request body is not valid JSON: {e}") from e
-    if not isinstance(found, dict):
-        raise BadRequest("The request body must be a JSON object")
-    return {name: Raw(json.dumps(value).encode()) for name, value in found.items()}
-
-
 def value_of(members: Members, name: str) -> Any:
-    """The value of a member; None where it isn't there."""
-    raw = members.get(name)
-    return None if raw is None else json.loads(bytes(raw))
+    """The value of a member; None where it isn't there. Raises BadRequest."""
+    return decoded(members[name], name) if name in members else None
 
 
 def with_values(members: Members, values: Mapping[str, object]) -> bytes:
     """The body with some members put in or replaced."""
-    return msgspec.json.encode(members | {name: Raw(msgspec.json.encode(value)) for name, value in values.items()})
+    return encoded({**members, **values})
 
 
 def for_prefill(members: Members, values: Mapping[str, object], *, limits: Sequence[str] = ("max_tokens",)) -> bytes:

@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from app.dispatch.answer import Answer, EngineRequest, Whole
+from app.dispatch.bodies import members_of
 from app.dispatch.caller import Caller
-from app.dispatch.handover.bodies import Members, Prefilled, for_prefill, members_of, value_of, with_values
+from app.dispatch.handover.bodies import Members, Prefilled, for_prefill, value_of, with_values
 from app.dispatch.handover.links import Links
 from app.dispatch.handover.protocol import CHAT, Handed, Sequential
 from app.dispatch.handover.sessions import Sessions

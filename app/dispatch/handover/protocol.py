@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.dispatch.answer import Answer, Begun, EngineRequest, Whole
+from app.dispatch.bodies import members_of
 from app.dispatch.caller import IDENTITY, Caller
-from app.dispatch.handover.bodies import Members, Prefilled, check_splittable, members_of, read_prefilled, value_of
+from app.dispatch.handover.bodies import Members, Prefilled, check_splittable, read_prefilled, value_of
 from app.dispatch.handover.merge import Known, merged
 from app.dispatch.pair import Pair, never_arrived
 from app.errors import EngineBroke, UpstreamError
