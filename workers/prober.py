@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from app.errors import EngineRefused, EngineTimeout, StoreUnavailable, UpstreamError
 from app.nodes import Node, State
 from app.store.keys import Keys
-from app.store.registry import Registry
+from app.store.registry import Registry, number
 from app.store.scripts import Code
 from app.upstream.management import EngineClient, Verdict
 
@@ -180,6 +180,7 @@ class Prober:
 
     async def _turn(self) -> None:
         registry = self._registry
+        await registry.heal()
         await registry.verify()
         await self._recount()
         seconds, microseconds = await registry.redis.time()
@@ -267,7 +268,8 @@ class Prober:
     async def _succeeded_recently(self, url: str) -> bool:
         client = self._registry.redis
         last_ms = await client.hget(self._keys.last_success, url)
-        if last_ms is None:
-            return False
         seconds, microseconds = await client.time()
-        return bool(seconds * 1000 + microseconds // 1000 - int(last_ms) <= self._rules.busy_grace_s * 1000)
+        # Below 0: an instant to come was written by hand.
+        return (
+            0 <= seconds * 1000 + microseconds // 1000 - number(str(last_ms or "")) <= self._rules.busy_grace_s * 1000
+        )
