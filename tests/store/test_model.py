@@ -113,7 +113,7 @@ class Machine(RuleBasedStateMachine):
         model = self.model
         registered = model.sessions.get(worker)
         if registered is not None and registered > generation:
-            assert reply == [4, model.version, 0]
+            assert reply == [4, model.version, registered]
             return 4
         before = model.ledgers.pop(worker, {})
         for url in before.keys() | counts.keys():
