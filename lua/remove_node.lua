@@ -36,10 +36,12 @@ if when == 'drained' then
 elseif when ~= 'now' and redis.call('HGET', node, 'incarnation') ~= when then
     return { 7, version }
 end
-redis.call('SREM', nodes, url)
-redis.call('DEL', node, window_key, stages)
+-- The node itself last: a key of another type ends the script where it stands, and after healing it runs again.
+version = redis.call('INCR', version_key)
 redis.call('HDEL', engine_keys, url)
 redis.call('HDEL', latency_mean, url)
 redis.call('HDEL', explored, url)
 redis.call('HDEL', last_success, url)
-return { 0, redis.call('INCR', version_key) }
+redis.call('DEL', node, window_key, stages)
+redis.call('SREM', nodes, url)
+return { 0, version }

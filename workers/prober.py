@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from app.errors import EngineRefused, EngineTimeout, StoreUnavailable, UpstreamError
 from app.nodes import Node, State
 from app.store.keys import Keys
-from app.store.registry import Registry
+from app.store.registry import Registry, number
 from app.store.scripts import Code
 from app.upstream.management import EngineClient, Verdict
 from workers.redis_clock import redis_ms
@@ -187,6 +187,7 @@ class Prober:
 
     async def _turn(self) -> None:
         registry = self._registry
+        await registry.heal()
         await registry.verify()
         await self._recount()
         now_ms = redis_ms(await registry.redis.time())
@@ -292,6 +293,6 @@ class Prober:
     async def _succeeded_recently(self, url: str) -> bool:
         client = self._registry.redis
         last_ms = await client.hget(self._keys.last_success, url)
-        if last_ms is None:
-            return False
-        return redis_ms(await client.time()) - int(last_ms) <= self._rules.busy_grace_s * 1000
+        # Below 0: an instant to come was written by hand.
+        since_ms = redis_ms(await client.time()) - number(str(last_ms or ""))
+        return 0 <= since_ms <= self._rules.busy_grace_s * 1000

@@ -457,9 +457,14 @@ class Ledger:
                 await pipeline.call(("SCRIPT", "LOAD", script.text))
             # Wall-clock ms, so that a worker restarted under the same id is never behind itself.
             first, self._generation = not self._generation, max(self._generation + 1, time.time_ns() // 1_000_000)
+            # What brought us here may be a key that somebody wrote over: then the restate could fail as well.
+            with contextlib.suppress(StoreUnavailable):
+                await self._registry.heal()
             changes = self._changes
             reply = await pipeline.call(self._restate_command())
             if reply[0] != Code.DONE:
+                # This one is the newest: the number is somebody's edit, or of a clock that was ahead. Go beyond it.
+                self._generation = reply[2]
                 raise StoreUnavailable("a newer connection of this worker has spoken")
             if pipeline.lost is not None:
                 raise pipeline.lost

@@ -6,6 +6,7 @@ again" can be told while other requests come and go.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import time
@@ -14,6 +15,7 @@ from concurrent.futures import Future
 from itertools import pairwise
 
 import pytest
+from redis.exceptions import ResponseError
 
 from tests.integration.stage import (
     Bench,
@@ -151,6 +153,71 @@ def test_r34_half_of_the_keys_lost_is_healed_within_two_seconds(stage: Stage, lo
             assert stage.space.cli(verb, stage.space.key(name), *more) == 1
         eventually(lambda: exact_again(stage, held, before), within_s=2)
         assert stage.many(1, max_tokens=1).result(5)[0].ok
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        ["RPUSH version a", "SET nodes x", "SET engine_keys x"],
+        ["SET workers x", "SET sessions x"],
+        ["SET unfinished x", "SET unfinished:<worker> x", "SET explored x"],
+        ["SET node:<url> x", "SET latency:<url> x", "SET latency_mean x", "SET last_success x"],
+        ["SET prober nobody", "RPUSH encoder_cursor a", "RPUSH encoder_credit a"],
+    ],
+    ids=" and ".join,
+)
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_r34_keys_of_another_type_are_healed_and_counts_within_two_seconds(
+    stage: Stage, written: list[str], busy: bool
+) -> None:
+    stage.engines(2)
+    held, streams = held_streams(stage, 8)
+    worker = stage.id_of(stage.deployment.worker_pids()[0])
+    before = registry(stage)
+    with stage.traffic() if busy else contextlib.nullcontext() as traffic:
+        with stage.space.client.pipeline(transaction=True) as pipe:
+            for command in written:
+                verb, name, value = command.replace("<url>", held.url).replace("<worker>", worker).split()
+                pipe.delete(stage.space.key(name))
+                pipe.execute_command(verb, stage.space.key(name), value)  # type: ignore[no-untyped-call]
+            pipe.execute()
+
+        def counted() -> bool:
+            with contextlib.suppress(ResponseError):
+                return exact_again(stage, held, before)
+            return False
+
+        def healed() -> bool:
+            types = {name: stage.space.cli("TYPE", stage.space.key(name)) for name in ONCE}
+            assert all(types[name] in (type_, "none") for name, type_ in ONCE.items()), types
+            return counted()
+
+        eventually(counted, within_s=2)
+        # What counts nothing waits for a turn of the prober, and that for its lease.
+        eventually(healed, within_s=5)
+        eventually(lambda: readiness(stage.deployment) == {200}, within_s=2)
+        status = stage.deployment.nodes()
+        assert status[held.url]["unfinished"] == HELD
+        assert len(status) == 3
+    assert traffic is None or traffic.failed == []
+    assert all(answer.done for answer in streams.result(20))
+    assert "is replaced" in stage.deployment.log() or written[0].startswith("SET prober")
+
+
+ONCE = {
+    "nodes": "set",
+    "engine_keys": "hash",
+    "version": "string",
+    "unfinished": "hash",
+    "workers": "zset",
+    "sessions": "hash",
+    "latency_mean": "hash",
+    "explored": "hash",
+    "last_success": "hash",
+    "prober": "string",
+    "encoder_cursor": "string",
+    "encoder_credit": "hash",
+}
 
 
 # --- frozen

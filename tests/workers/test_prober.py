@@ -589,7 +589,7 @@ async def test_who_lost_the_lease_ends_its_probes(redis: Space) -> None:
         one.engines.hold = asyncio.Event()
         await add(one.registry, A)
         await aeventually(lambda: one.engines.at_once == 1)
-        redis.cli("SET", redis.key("prober"), "somebody else", "PX", 60_000)
+        redis.cli("SET", redis.key("prober"), "somebody else", "PX", prober_module.LEASE_MS)
         await aeventually(lambda: one.engines.at_once == 0)
         assert one.prober._records == {}
         assert redis.cli("GET", redis.key("prober")) == "somebody else"
