@@ -266,7 +266,7 @@ def test_removing_a_node_frees_pending_sessions_and_drops_links_on_both_sides(fl
     floor.remove(prefill if role is Role.Prefill else decode)
     eventually(lambda: not prefill.held, within_s=3)
     assert prefill.freed == [2]
-    eventually(lambda: not prefill.strict.links and not decode.strict.links, within_s=3)
+    eventually(lambda: not prefill.strict.links.held and not decode.strict.links.held, within_s=3)
     assert prefill.calls("p2p_drop_connect") == [{"engine_id": prefill.url, "remote_engine_id": decode.url}]
     assert decode.calls("p2p_drop_connect") == [{"engine_id": decode.url, "remote_engine_id": prefill.url}]
     assert floor.link(prefill, decode) is None
@@ -278,7 +278,7 @@ def test_a_node_that_comes_back_is_linked_anew(floor: Floor) -> None:
     prefill, decode = floor.pair()
     assert failed(floor.many(8)) == []
     floor.remove(decode)
-    eventually(lambda: not prefill.strict.links and not decode.strict.links, within_s=3)
+    eventually(lambda: not prefill.strict.links.held and not decode.strict.links.held, within_s=3)
     floor.add(decode)
     assert failed(floor.many(16)) == []
     assert floor.fabric.links_made == {(prefill.url, decode.url, 1, 1): 2}
@@ -293,7 +293,7 @@ def test_removing_a_node_that_is_dead_leaves_the_other_side_clean(floor: Floor, 
     begun_s = time.monotonic()
     floor.remove(dead)
     assert time.monotonic() - begun_s < 3
-    eventually(lambda: not alive.strict.links, within_s=3)
+    eventually(lambda: not alive.strict.links.held, within_s=3)
     assert floor.link(prefill, decode) is None
 
 
