@@ -274,6 +274,38 @@ def test_removing_a_node_frees_pending_sessions_and_drops_links_on_both_sides(fl
     client.leave()
 
 
+def test_a_drained_node_finishes_its_streams_and_then_drops_its_links(floor: Floor) -> None:
+    prefill, decode = floor.pair()
+    assert floor.chat().ok
+    decode.set(gap_s=0.1, chunks=10)
+    running = start(load.many(floor.urls, 4, model=floor.model, stream=True))
+    eventually(lambda: decode.in_flight == 4)
+    reply = floor.deployment.post("/nodes/remove?drain=true&timeout_s=20", {"url": decode.url})
+    assert reply.status == 200, reply
+    assert prefill.links == {decode.url}, "not yet"
+    assert all(answer.ok and answer.done for answer in running.result(20))
+    eventually(lambda: not prefill.strict.links.held and not decode.strict.links.held, within_s=5)
+    assert floor.link(prefill, decode) is None
+    assert prefill.freed == []
+
+
+def test_sessions_of_a_prefill_that_restarts_are_struck_off_and_not_freed(floor: Floor) -> None:
+    """The new process counts its sessions from the start: a number of the old one may be somebody else's by now."""
+    prefill, decode = floor.pair()
+    assert floor.chat().ok
+    decode.set(stall_after=-1)
+    client = floor.leaving()
+    eventually(lambda: decode.in_flight == 1 and floor.migrations() == {(prefill.url, 2)})
+    before = floor.handovers("sessions_lost")
+    prefill.restart()
+    floor.add(prefill)
+    eventually(lambda: not floor.migrations(), within_s=3)
+    client.leave()
+    eventually(lambda: floor.counts(prefill, decode) == [0, 0])
+    assert prefill.freed == []
+    eventually(lambda: floor.handovers("sessions_lost") == before + 1)
+
+
 def test_a_node_that_comes_back_is_linked_anew(floor: Floor) -> None:
     prefill, decode = floor.pair()
     assert failed(floor.many(8)) == []
