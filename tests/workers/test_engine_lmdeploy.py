@@ -522,7 +522,9 @@ def test_books_forget_what_is_long_over(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_it_shows_what_it_holds(engines: tuple[PdEngine, PdEngine], fabric: Fabric) -> None:
-    assert re.fullmatch(r"<LmdeployEngine Prefill http\S+ 1\. <Books 0 sessions, 0 blocks> 0 links>", repr(engines[0]))
+    assert re.fullmatch(
+        r"<LmdeployEngine Prefill http\S+ 1\. <Books 0 sessions, 0 blocks> <Links 0, 0 true>>", repr(engines[0])
+    )
     assert repr(fabric) == "<Fabric 2 engines, 0 sessions held, 0 migrated, 0 violations, 0 refusals>"
     with pytest.raises(ValueError, match="Hybrid"):
         LmdeployEngine(Role.Hybrid)
