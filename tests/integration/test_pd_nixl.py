@@ -83,7 +83,7 @@ def test_params_go_out_come_in_and_go_on_unchanged(floor: PdFloor) -> None:
     assert second == {"model": floor.model, "stream": False, "messages": messages, "temperature": 0.5}
     # That it is what prefill gave, whole and for this request id, is what the decode engine holds it to.
     assert (params["do_remote_prefill"], params["remote_engine_id"]) == (True, p.pd.engine_ids[0])
-    assert p.pd.fetched == {params["remote_request_id"]}
+    assert list(p.pd.fetched) == [params["remote_request_id"]]
     assert not d.pd.recomputed
 
 
