@@ -157,7 +157,8 @@ class PdEngine(Engine):
         self._name_itself()
 
     def __repr__(self) -> str:
-        return f"<{self.protocol} {self.leg} {self.url} kept={list(self.kept)} running={len(self._running)}>"
+        running = [record.id for record in self._running]
+        return f"<{self.protocol} {self.leg} {self.url} kept={list(self.kept)} running={running}>"
 
     @property
     def pd(self) -> PdKnobs:
