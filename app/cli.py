@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from app import __version__
+from app.nearest import nearest
 
 AddArguments = Callable[[argparse.ArgumentParser], None]
 Run = Callable[[argparse.Namespace], int]
@@ -38,6 +39,30 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **kwargs})  # a typo must not become another flag
 
+    def flags(self) -> list[str]:
+        return [flag for action in self._actions for flag in action.option_strings]
+
+    def below(self, name: str) -> Parser | None:
+        """The parser of a command, or of its verb, where there is one."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found: Parser | None = action.choices.get(name)
+                return found
+        return None
+
+    def refuse(self, words: Sequence[str], flags: Iterable[str] = ()) -> NoReturn:
+        """End because of words that nobody knows; `flags`: what could have been meant beside its own."""
+        flag = next((word.partition("=")[0] for word in words if word.startswith("-")), "")
+        near = nearest(flag, [*self.flags(), *flags])
+        self.error(f"unknown: {' '.join(words)}" + (f"; did you mean {near}?" if near else ""))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            near = nearest(value, action.choices)
+            hint = f"did you mean {near}?" if near else f"there are {', '.join(action.choices)}"
+            self.error(f"unknown {str(action.metavar).lower()}: {value}; {hint}")
+        super()._check_value(action, value)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"usage: {self.prog} [options] (all of them: {self.prog} --help)\n{self.prog}: {message}\n")
 
@@ -56,7 +81,7 @@ def load(command: str) -> tuple[AddArguments, Run]:
     return engine.add_arguments, engine.run
 
 
-def build_parser(command: str | None) -> argparse.ArgumentParser:
+def build_parser(command: str | None) -> Parser:
     """The parser of all commands, with the options of `command` only."""
     parser = Parser(prog="evenhand", description="A request distributor for LLM engines.")
     parser.add_argument("--version", action="version", version=f"evenhand {__version__}")
@@ -72,10 +97,14 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser(arguments[0] if arguments else None)
+    if arguments and arguments[0].startswith("-") and arguments[0] not in parser.flags():
+        parser.refuse(arguments[:1])  # argparse would say no more than that the command is missing
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        parser.prog = f"evenhand {args.command}"  # whose options they were meant to be
-        parser.error(f"unknown: {' '.join(unknown)}")
+        used = parser.below(args.command)
+        assert used is not None
+        verb = used.below(getattr(args, "verb", ""))
+        used.refuse(unknown, verb.flags() if verb else ())
     _, run = load(args.command)
     try:
         return run(args)

@@ -94,13 +94,6 @@ class BodyTooLarge(EvenhandError):
     code = "body_too_large"
 
 
-class NotBuilt(EvenhandError):
-    """A serving mode that this version does not have."""
-
-    status = 501
-    code = "not_implemented"
-
-
 RETRY_AFTER_DOWN_S = 2
 """An engine that restarts is back after two probes. The `openai` SDK asks three times in all: this way the
 third comes after four seconds, not after one and a half."""

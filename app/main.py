@@ -14,26 +14,40 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
+from app.dispatch.answer import Taker
 from app.dispatch.caller import Caller
 from app.dispatch.consumers import Consumers
 from app.dispatch.distserve import DistServe
 from app.dispatch.epd import Epd, EpdRules
+from app.dispatch.handover.bootstrap import Bootstrap
+from app.dispatch.handover.links import LinkRules, Links
+from app.dispatch.handover.lmdeploy import Lmdeploy
+from app.dispatch.handover.mooncake import Mooncake
+from app.dispatch.handover.nixl import Nixl
+from app.dispatch.handover.protocol import Protocol
+from app.dispatch.handover.sessions import Sessions
+from app.dispatch.handover.sglang import Sglang
 from app.dispatch.hybrid import Hybrid
-from app.dispatch.prefill_decode import PrefillDecode
+from app.dispatch.prefill_decode import PrefillDecode, SplitRules
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError, StoreUnavailable
 from app.http.ports import Dispatcher
 from app.http.routes import HttpFace, build_app
 from app.nodes import Role
 from app.settings import Settings
+from app.store.handovers import Handovers
 from app.store.keys import Keys
 from app.store.ledger import Ledger
+from app.store.links import LinkTable
+from app.store.migrations import Migrations
 from app.store.pipeline import RedisAddress
 from app.store.registry import Registry
-from app.store.scripts import load_scripts
+from app.store.scripts import Script, load_scripts
+from app.upstream.distserve import DistServeClient, Migration
 from app.upstream.http1 import Http1Transport
 from app.upstream.management import EngineClient
 from app.upstream.transport import Timeouts
+from workers.janitor import Janitor
 from workers.prober import Prober, Rules
 from workers.reaper import Reaper
 
@@ -51,7 +65,7 @@ def create_app(settings: Settings) -> HttpFace:
     if settings.redis_url is None:
         raise ConfigurationError("EVENHAND_REDIS_URL is not set; `evenhand serve` starts a Redis of its own")
     worker = os.environ.get("EVENHAND_WORKER_ID") or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    engine_key = settings.engine_key.get_secret_value() if settings.engine_key else None
+    engine_key = key_of(settings)
     keys, scripts = Keys(settings.namespace), load_scripts()
     registry = Registry(
         redis_url=settings.redis_url,
@@ -82,6 +96,12 @@ def create_app(settings: Settings) -> HttpFace:
             idle_s=settings.idle_timeout_s,
             total_s=settings.total_timeout_s,
         ),
+        prefill_timeouts=Timeouts(
+            connect_s=settings.connect_timeout_s,
+            first_byte_s=settings.prefill_timeout_s,
+            idle_s=settings.prefill_timeout_s,
+            total_s=settings.prefill_timeout_s,
+        ),
         engine_key=engine_key,
     )
     prober = Prober(
@@ -100,6 +120,19 @@ def create_app(settings: Settings) -> HttpFace:
         engine_key=engine_key,
     )
     reaper = Reaper(registry, keys)
+    topology = Topology.of(settings)
+    linked = topology.split and topology.protocol == "lmdeploy"
+    split = Split(
+        settings,
+        keys=keys,
+        scripts=scripts,
+        registry=registry,
+        ledger=ledger,
+        engines=engines,
+        worker=worker,
+        linked=linked,
+    )
+    janitor = Janitor(distserve=split.distserve, registry=registry, leads=lambda: prober.leading) if linked else None
 
     @contextlib.asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
@@ -111,6 +144,7 @@ def create_app(settings: Settings) -> HttpFace:
             for name, loop in (
                 ("prober", prober.run),
                 ("reaper", reaper.run),
+                *((("janitor", janitor.run),) if janitor is not None else ()),
                 ("static nodes", lambda: name_static_nodes(registry, static_nodes(settings))),
             )
         ]
@@ -120,6 +154,7 @@ def create_app(settings: Settings) -> HttpFace:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await split.close()
             await transport.close()
             await engines.close()
             await ledger.close()
@@ -128,7 +163,8 @@ def create_app(settings: Settings) -> HttpFace:
     return build_app(
         settings=settings,
         registry=registry,
-        hybrid=dispatcher(settings, registry=registry, ledger=ledger, caller=caller),
+        dispatcher=dispatcher(settings, registry=registry, ledger=ledger, caller=caller, split=split),
+        links=split.distserve if topology.split else None,
         engine_client=engines,
         store_ok=lambda: ledger.trouble,
         lifespan=lifespan,
@@ -145,7 +181,89 @@ async def keep_running(name: str, loop: Callable[[], Awaitable[None]], *, pause_
             await asyncio.sleep(pause_s)
 
 
-def dispatcher(settings: Settings, *, registry: Registry, ledger: Ledger, caller: Caller) -> Dispatcher:
+class Split:
+    """What separate prefill and decode nodes need: links, sessions, figures, and the protocol between them."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        keys: Keys,
+        scripts: dict[str, Script],
+        registry: Registry,
+        ledger: Ledger,
+        engines: EngineClient,
+        worker: str,
+        linked: bool,
+    ) -> None:
+        self._settings = settings
+        self._engines = engines
+        self._bootstrap = Bootstrap(registry=registry, default_port=settings.bootstrap_port)
+        self._migration = Migration(settings.migration_protocol, settings.link_type, with_gdr=not settings.disable_gdr)
+        self.figures = Handovers(ledger=ledger, registry=registry, keys=keys)
+        distserve = DistServeClient(engines, self._migration)
+        table = LinkTable(registry=registry, keys=keys, worker=worker)
+        migrations = Migrations(ledger=ledger, registry=registry, keys=keys, scripts=scripts, worker=worker)
+        self.links = Links(
+            table=table,
+            registry=registry,
+            engines=distserve,
+            figures=self.figures,
+            rules=LinkRules(timeout_s=settings.link_timeout_s, tries=settings.link_tries),
+            engine_key=key_of(settings),
+        )
+        self.sessions = Sessions(
+            migrations=migrations,
+            registry=registry,
+            engines=distserve,
+            figures=self.figures,
+            key_of=self.links.key_of,
+        )
+        self.distserve = DistServe(
+            registry=registry,
+            table=table,
+            links=self.links,
+            sessions=self.sessions,
+            migrations=migrations,
+            engines=distserve,
+            figures=self.figures,
+            worker=worker,
+            gc_age_s=settings.gc_age_s,
+            linked=linked,
+        )
+
+    def protocol(self, name: str, caller: Caller) -> Protocol:
+        recompute = self._settings.pd_missing_params == "recompute"
+        if name == "nixl":
+            lease_s = self._settings.handover_lease_s
+            return Nixl(caller=caller, figures=self.figures, lease_s=lease_s, recompute=recompute)
+        if name == "mooncake":
+            return Mooncake(caller=caller, figures=self.figures, bootstrap=self._bootstrap, engines=self._engines)
+        if name == "sglang":
+            return Sglang(caller=caller, figures=self.figures, bootstrap=self._bootstrap)
+        return Lmdeploy(
+            caller=caller,
+            figures=self.figures,
+            links=self.links,
+            sessions=self.sessions,
+            protocol_number=self._migration.number,
+            recompute=recompute,
+        )
+
+    def rules(self, name: str) -> SplitRules:
+        dummy = self._migration.number if self._settings.dummy_prefill and name == "lmdeploy" else None
+        return SplitRules(fallback=self._settings.prefill_fallback, dummy=dummy)
+
+    async def close(self) -> None:
+        await self.sessions.close()
+        await self.links.close()
+
+
+def key_of(settings: Settings) -> str | None:
+    return settings.engine_key.get_secret_value() if settings.engine_key else None
+
+
+def dispatcher(settings: Settings, *, registry: Registry, ledger: Ledger, caller: Caller, split: Split) -> Dispatcher:
     """The use case that the settings ask for. Raises ConfigurationError where they contradict each other."""
     topology = Topology.of(settings)
     rules = EpdRules(
@@ -155,9 +273,19 @@ def dispatcher(settings: Settings, *, registry: Registry, ledger: Ledger, caller
         rewrite=not settings.no_rewrite,
     )
     consumers = Consumers(settings.decode_servers_urls, settings.ec_consumer_zmq_addrs, settings.ec_consumer_dp_size)
-    if topology.split and topology.protocol == "lmdeploy":
-        return DistServe()
-    inner = PrefillDecode(ledger=ledger, caller=caller) if topology.split else Hybrid(ledger=ledger, caller=caller)
+    hybrid = Hybrid(ledger=ledger, caller=caller)
+    inner: Taker = (
+        PrefillDecode(
+            registry=registry,
+            ledger=ledger,
+            caller=caller,
+            protocol=split.protocol(topology.protocol, caller),
+            figures=split.figures,
+            rules=split.rules(topology.protocol),
+        )
+        if topology.split
+        else hybrid
+    )
     return Epd(
         registry=registry,
         ledger=ledger,
@@ -165,6 +293,7 @@ def dispatcher(settings: Settings, *, registry: Registry, ledger: Ledger, caller
         inner=inner,
         rules=rules,
         consumers=consumers,
+        consumer_taker=hybrid,
         expects_encoders=topology.expects_encoders,
     )
 
@@ -198,6 +327,7 @@ async def name_static_nodes(registry: Registry, nodes: Mapping[str, Role], *, re
                         key=None,
                         asked=known.asked,
                         static=True,
+                        bootstrap_port=known.bootstrap_port,
                     )
             return
         except StoreUnavailable:

@@ -6,12 +6,22 @@ Pure values and rules; it must not know Redis, HTTP or a clock.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address
 from urllib.parse import urlsplit
 
 from app.errors import BadRequest
+
+# RFC 1035, 2.3.4. A longer name can't even be asked for.
+MAX_LABEL = 63
+MAX_HOST = 253
+
+_LABEL = re.compile(r"[a-z0-9_-]+").fullmatch
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]+").fullmatch
+_PERCENT = re.compile(r"%([0-9A-Fa-f]{2})")
+_BAD_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
 class Role(IntEnum):
@@ -40,7 +50,8 @@ class Node:
 
     `order` is the registry version at which the node first came (registration order);
     `incarnation` is the version of its latest registration: a probe's verdict on an older
-    incarnation is void.
+    incarnation is void. `life` is the version at which it was registered or came back: links and
+    sessions of an older life are void. `bootstrap_port` is where a prefill node tells of its KV cache.
     """
 
     url: str
@@ -56,19 +67,27 @@ class Node:
     state_since_ms: int = 0
     drain_until_ms: int = 0
     reason: str = ""
+    life: int = 0
+    bootstrap_port: int | None = None
 
 
 def normalise_url(value: object, *, field: str = "url") -> str:
-    """The one spelling of a node URL: scheme and host in lower case, no default port, no final slash.
+    """The one spelling of a node URL, or a refusal where it could mean two things. Nothing is looked up.
+
+    Scheme and host in lower case, addresses as four decimals or in the shortest IPv6 form, no final dot, no default
+    port, no needless percent-encoding, no final slash. So an engine is one node however it is written. What only a
+    look-up or the kernel could tell to be the same stays two: `localhost`, 127.0.0.1, and the 0.0.0.0 that LMDeploy's
+    engines may register as.
 
     Raises:
-        BadRequest: not http(s), no host, a bad port, or user, query or fragment present.
+        BadRequest: not http(s), no host or none that can be looked up, a bad port, or user, query or fragment present.
     """
     if not isinstance(value, str) or not value.strip():
         raise BadRequest(f"{field} must be a non-empty string such as http://10.0.0.5:23333", param=field)
     text = value.strip()
     if any(c.isspace() or ord(c) < 33 or ord(c) > 126 for c in text):
-        raise BadRequest(f"{field} holds characters that a URL can't have", param=field)
+        hint = "" if text.isascii() else " (an international name is written in its xn-- form)"
+        raise BadRequest(f"{field} holds characters that a URL can't have{hint}", param=field)
     try:
         parts = urlsplit(text)
         port = parts.port
@@ -84,18 +103,69 @@ def normalise_url(value: object, *, field: str = "url") -> str:
         raise BadRequest(f"{field} must not have a query or fragment", param=field)
     if port == 0:
         raise BadRequest(f"{field} has port 0; allowed are 1 to 65535", param=field)
-    if "\\" in text or "//" in parts.path or any(p in (".", "..") for p in parts.path.split("/")):
-        raise BadRequest(f"{field} has a path with empty, . or .. parts", param=field)
+    try:
+        path = _normalise_path(parts.path)
+        host = _normalise_ipv6(parts.hostname) if "[" in parts.netloc else _normalise_host(parts.hostname)
+    except ValueError as e:
+        raise BadRequest(f"{field} has {e}", param=field) from e
     scheme = parts.scheme.lower()
-    host = parts.hostname
-    if "[" in parts.netloc:
-        try:
-            host = f"[{ip_address(host).compressed}]"
-        except ValueError as e:
-            raise BadRequest(f"{field} has a host that is no IPv6 address", param=field) from e
     default_port = 443 if scheme == "https" else 80
     authority = host if port in (None, default_port) else f"{host}:{port}"
-    return f"{scheme}://{authority}{parts.path.rstrip('/')}"
+    return f"{scheme}://{authority}{path.rstrip('/')}"
+
+
+def _normalise_path(path: str) -> str:
+    """RFC 3986, 6.2.2: what needs no percent-encoding has none, and the rest has it in upper case."""
+    if _BAD_PERCENT.search(path):
+        raise ValueError("a % in its path that two hexadecimal digits don't follow")
+
+    def decode(match: re.Match[str]) -> str:
+        char = chr(int(match[1], 16))
+        return char if char.isascii() and (char.isalnum() or char in "-._~") else match[0].upper()
+
+    path = _PERCENT.sub(decode, path)
+    if "\\" in path or "//" in path or any(part in (".", "..") for part in path.split("/")):
+        raise ValueError("a path with empty, . or .. parts")
+    return path
+
+
+def _normalise_ipv6(text: str) -> str:
+    if "%" in text:
+        raise ValueError("an IPv6 zone, which only one host knows the meaning of; give an address without one")
+    try:
+        address = IPv6Address(text)
+    except ValueError as e:
+        raise ValueError("a host that is no IPv6 address") from e
+    if address.ipv4_mapped is not None:  # the same socket address to the kernel
+        return str(address.ipv4_mapped)
+    return f"[{address.compressed}]"
+
+
+def _normalise_host(text: str) -> str:
+    labels = text.removesuffix(".").split(".")
+    if not all(labels):
+        raise ValueError(f"the host {text!r}, with an empty part between its dots")
+    if not all(map(_LABEL, labels)):
+        raise ValueError(f"the host {text!r}; letters, digits, dots, dashes and underscores are allowed")
+    if all(map(_NUMBER, labels)):
+        return str(_parse_ipv4(text, labels))
+    if max(map(len, labels)) > MAX_LABEL or len(text) > MAX_HOST:
+        raise ValueError(f"a host longer than {MAX_HOST} characters, or than {MAX_LABEL} between two dots")
+    return ".".join(labels)
+
+
+def _parse_ipv4(text: str, labels: list[str]) -> IPv4Address:
+    """All that `inet_aton` reads, and so a connection would: 127.1, 0x7f.1, 2130706433.
+
+    But not a leading zero: `inet_aton` reads it as octal, people and other programs as nothing.
+    """
+    if any(len(label) > 1 and label[0] == "0" and label[1] != "x" for label in labels):
+        raise ValueError(f"the address {text!r} with a leading zero, which some read as octal; leave it out")
+    if len(labels) <= 4 and max(map(len, labels)) <= 12:
+        *front, last = (int(label, 16 if label.startswith("0x") else 10) for label in labels)
+        if all(number < 256 for number in front) and last < 256 ** (4 - len(front)):
+            return IPv4Address(sum(number << 8 * (3 - i) for i, number in enumerate(front)) + last)
+    raise ValueError(f"a host that is no IPv4 address: {text!r}")
 
 
 def parse_role(value: object, *, field: str = "role") -> Role:

@@ -101,6 +101,9 @@ def _call(args: argparse.Namespace) -> Any:
         if args.key:
             body["key"] = args.key
         return _ask(args, "POST", "/nodes/add", body)
+    # The answer to a removal is LMDeploy's, the same for a node that was never there.
+    if args.node not in _ask(args, "GET", "/nodes/status?all=1"):
+        raise CommandError(f"{_printable(args.node)} is not registered; `evenhand nodes list --all` shows what is")
     query = {"drain": "true"} if args.verb == "drain" else {}
     if query and args.timeout_s is not None:
         query["timeout_s"] = f"{args.timeout_s:g}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Any
 
@@ -11,7 +12,7 @@ from pydantic_core import PydanticUndefined
 
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
-from app.settings import Settings, choices_of, flag_of, is_list, is_secret, variables_of
+from app.settings import Settings, choices_of, flag_of, is_list, is_secret, misspelt_variables, variables_of
 
 METAVARS = {
     "server_name": "HOST",
@@ -47,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    for line in misspelt_variables(os.environ):
+        print(f"evenhand serve: {line}", file=sys.stderr)
     try:
         settings = Settings.load({name: getattr(args, name) for name in Settings.model_fields})
         Topology.of(settings)  # a contradiction is one line here, and a traceback in every worker

@@ -25,9 +25,14 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.errors import BadRequest, ConfigurationError
+from app.nearest import nearest
 from app.nodes import normalise_url
 
 ENV_PREFIX = "EVENHAND_"
+# Read elsewhere: the first two by the command line, the others from one process of a deployment to the next.
+OTHER_VARIABLES = ("EVENHAND_URL", "EVENHAND_ADMIN_KEY", "EVENHAND_READY_FD", "EVENHAND_WORKER_ID")
+# What Kubernetes sets in every pod beside a service whose name begins with evenhand: nobody's mistake.
+_SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
 
 # Decimal and binary suffixes are both common in the documents of engines and of reverse proxies; taking
 # MB for MiB would refuse a body that the operator meant to let in.
@@ -79,7 +84,16 @@ def _check_node(value: str) -> str:
 def _check_prefill(value: tuple[str, ...]) -> tuple[str, ...]:
     if len(value) == 1 and value[0].lower() in ("disable", "none"):
         return ("disable",)
+    if any(word.lower() in ("disable", "none") for word in value):
+        raise ValueError("disable or none can't stand beside URLs")
     return tuple(_check_node(url) for url in value)
+
+
+def _check_zmq(value: str) -> str:
+    match = re.fullmatch(r"tcp://([^\s/:\[\]]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", value)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise ValueError("must be tcp://HOST:PORT")
+    return value
 
 
 def _check_networks(value: tuple[str, ...]) -> tuple[str, ...]:
@@ -282,10 +296,34 @@ class Settings(BaseSettings):
         "disable or none: decode nodes prefill too.",
     )
     decode_servers_urls: NodeUrls = Field((), description="Decode nodes, comma-separated.")
-    pd_protocol: Literal["lmdeploy", "nixl"] = Field(
-        "lmdeploy",
-        description="How separate prefill and decode nodes hand the KV cache over; nixl where encoders or "
-        "prefill servers are named by the flags above.",
+    pd_protocol: Literal["auto", "lmdeploy", "nixl", "mooncake", "sglang"] = Field(
+        "auto",
+        description="How separate prefill and decode nodes hand the KV cache over; auto: nixl where encoders or "
+        "prefill servers are named by the flags above, else lmdeploy.",
+    )
+    bootstrap_port: Annotated[int, Ge(1), Le(65535)] = Field(
+        8998, description="mooncake, sglang: port of the bootstrap server of prefill nodes that name no other."
+    )
+    pd_missing_params: Literal["recompute", "fail"] = Field(
+        "recompute",
+        description="lmdeploy, nixl: what becomes of a request whose prefill answer does not say where its "
+        "cache is: decode computes the prompt again, or a 502.",
+    )
+    prefill_fallback: bool = Field(
+        False, description="Where no prefill node can serve, a decode node does all of it. Off: a 503 that says so."
+    )
+    prefill_timeout_s: Seconds = Field(
+        600.0, description="Seconds until a prefill node's answer has to be complete; 0 = no limit."
+    )
+    handover_lease_s: Wait = Field(
+        30.0, description="nixl: seconds for which prefill keeps a cache for decode (vLLM's kv_lease_duration)."
+    )
+    link_timeout_s: Wait = Field(
+        60.0, description="lmdeploy: seconds that linking a prefill and a decode node may take, all tries included."
+    )
+    link_tries: Annotated[int, Ge(1)] = Field(8, description="lmdeploy: how often a link is tried.")
+    gc_age_s: Seconds = Field(
+        600.0, description="lmdeploy: age in seconds from which POST /distserve/gc frees a session under migration."
     )
     encoder_policy: Literal["round_robin", "weighted", "least_unfinished"] = Field(
         "round_robin", description="Which encoder gets a media item: in turn, in turn by speed, or the least busy."
@@ -304,7 +342,9 @@ class Settings(BaseSettings):
     no_rewrite: bool = Field(
         False, description="Pass media on as they are, instead of what the encoders report of them."
     )
-    ec_consumer_zmq_addrs: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
+    ec_consumer_zmq_addrs: Annotated[
+        tuple[Annotated[str, AfterValidator(_check_zmq)], ...], NoDecode, BeforeValidator(_split)
+    ] = Field(
         (),
         description="Mooncake control channels of the decode servers, comma-separated, "
         "one for each server and data-parallel rank.",
@@ -390,6 +430,21 @@ def variables_of(name: str) -> list[str]:
     if isinstance(alias, AliasChoices):
         return [str(choice) for choice in alias.choices]
     return [f"{ENV_PREFIX}{name.upper()}"]
+
+
+def misspelt_variables(environment: Mapping[str, str]) -> list[str]:
+    """A line for each variable that looks like a setting and is none. Its value may be a key: it is not in the line."""
+    names = [name for field in Settings.model_fields for name in variables_of(field)]
+    names = [*(name for name in names if name.startswith(ENV_PREFIX)), *OTHER_VARIABLES]
+    lines: list[str] = []
+    for name, value in sorted(environment.items()):
+        known = not name.upper().startswith(ENV_PREFIX) or name.upper() in names
+        if not known and not _SERVICE_LINK.search(name) and not value.startswith(("tcp://", "udp://")):
+            stems = [known.removeprefix(ENV_PREFIX) for known in names]  # the prefix makes all of them alike
+            near = nearest(name.upper().removeprefix(ENV_PREFIX), stems)
+            hint = f"; did you mean {ENV_PREFIX}{near}?" if near else ""
+            lines.append(f"the variable {name} is no setting and is ignored{hint}")
+    return lines
 
 
 def is_list(field: FieldInfo) -> bool:

@@ -16,7 +16,7 @@
 -- ARGV[3]  version            of the snapshot the encoders come from; '' = whatever it is now
 -- ARGV[4]  items              how many, at least one
 -- ARGV[5+] url, speed         per ready encoder in registration order, at least one
--- RETURN   {code, start, version, index, ...}  code: 0 taken, 1 not a member (restate first), 2 snapshot
+-- RETURN   {code, version, start, index, ...}  code: 0 taken, 1 not a member (restate first), 2 snapshot
 --          is not current (refresh first); start: cursor before this call; one index (from 1) per item
 -- COST     O(items * encoders) CALLER app/store/ledger.py
 local unfinished, ledger, sessions, version_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
@@ -26,10 +26,10 @@ local FIRST = 5
 
 local current = redis.call('GET', version_key) or '0'
 if redis.call('HGET', sessions, worker) ~= generation then
-    return { 1, 0, tonumber(current) or 0 }
+    return { 1, tonumber(current) or 0 }
 end
 if version ~= '' and version ~= current then
-    return { 2, 0, tonumber(current) or 0 }
+    return { 2, tonumber(current) or 0 }
 end
 
 local nodes = {}
@@ -45,7 +45,7 @@ end
 -- Whatever somebody may have written there, infinity too: a position is needed, and every one is as good.
 local start = math.floor(tonumber(redis.call('GET', cursor_key) or '0') or 0) % #nodes
 start = start >= 0 and start or 0
-local reply = { 0, start, tonumber(current) or 0 }
+local reply = { 0, tonumber(current) or 0, start }
 for item = 1, items do
     local index = assign(nodes, start, item)
     redis.call('HINCRBY', unfinished, nodes[index].url, 1)

@@ -26,7 +26,7 @@ end
 local static = redis.call('HGET', node, 'static') == '1'
 redis.call('DEL', node)
 redis.call('HSET', node, 'order', order, 'registered_at_ms', first_at_ms, 'state_since_ms', now_ms,
-    'incarnation', version)
+    'incarnation', version, 'life', version)
 for i = 3, #ARGV, 2 do
     redis.call('HSET', node, ARGV[i], ARGV[i + 1])
 end

@@ -14,15 +14,16 @@
 -- ARGV[3]  lease              ms
 -- ARGV[4+] url, count         the whole ledger, counts > 0
 -- RETURN   {code, version, known}  code: 0 stated, 4 superseded (a newer connection has spoken);
---          known: 1 where this generation was registered before, else 0
+--          known: 1 where this generation was registered before, else 0; with code 4 the newer generation
 -- COST     O(ledger)          CALLER app/store/ledger.py
 local unfinished, ledger, sessions, workers, version_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local worker, generation, lease_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
 
 local version = tonumber(redis.call('GET', version_key) or '0') or 0
 local registered = redis.call('HGET', sessions, worker)
-if registered and tonumber(registered) > tonumber(generation) then
-    return { 4, version, 0 }
+local newest = tonumber(registered or '0') or 0
+if newest > tonumber(generation) then
+    return { 4, version, newest }
 end
 
 local stated = {}

@@ -30,6 +30,10 @@ local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
 local changed = false
 if before ~= state then
     redis.call('HSET', node, 'state', state, 'state_since_ms', string.format('%.0f', now_ms))
+    -- Whoever comes back may have restarted: what others held of it, links above all, is void.
+    if state == 'ready' and (before == 'down' or before == 'gone' or before == 'asleep') then
+        redis.call('HSET', node, 'life', version + 1)
+    end
     changed = true
 end
 if drain ~= '' then

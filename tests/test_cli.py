@@ -79,6 +79,16 @@ def test_flags_of_serve_become_settings() -> None:
     ("words", "line"),
     [
         ("", "evenhand: the following arguments are required: COMMAND"),
+        ("--verzion", "evenhand: unknown: --verzion; did you mean --version?"),
+        ("--versoin serve", "evenhand: unknown: --versoin; did you mean --version?"),
+        ("--bogus", "evenhand: unknown: --bogus"),
+        ("sevre --workers 2", "evenhand: unknown command: sevre; did you mean serve?"),
+        ("status", "evenhand: unknown command: status; there are serve, nodes, engine"),
+        ("nodes lst", "evenhand nodes: unknown verb: lst; did you mean list?"),
+        ("nodes destroy http://a", "evenhand nodes: unknown verb: destroy; there are list, add, remove, drain"),
+        ("nodes add http://a --modles m", "evenhand nodes: unknown: --modles m; did you mean --models?"),
+        ("engine --modle m", "evenhand engine: unknown: --modle m; did you mean --model?"),
+        ("serve --worker=2", "evenhand serve: unknown: --worker=2; did you mean --workers?"),
         ("serve --bogus", "evenhand serve: unknown: --bogus"),
         ("serve --server-por 1", "evenhand serve: unknown: --server-por 1"),
         ("serve --api-keys", "evenhand serve: argument --api-keys: expected at least one argument"),
@@ -89,7 +99,10 @@ def test_flags_of_serve_become_settings() -> None:
         ),
         ("serve --server-name 203.0.113.1", "evenhand serve: --server-name: can't listen on 203.0.113.1: "),
         ("serve --server-name nobody.invalid", "evenhand serve: --server-name: nobody.invalid is no address: "),
-        ("serve --state-dir /dev/null/x", "evenhand serve: --state-dir: can't use /dev/null/x/redis: Not a directory"),
+        (
+            "serve --server-port 0 --state-dir /dev/null/x",
+            "evenhand serve: --state-dir: can't use /dev/null/x/redis: Not a directory",
+        ),
         ("nodes", "evenhand nodes: the following arguments are required: VERB"),
         ("nodes add a:1", "evenhand nodes add: argument NODE_URL: NODE_URL must start with http:// or https://"),
         ("nodes add http://a --speed -1", "evenhand nodes add: argument --speed: must be a finite number greater than"),
@@ -110,6 +123,18 @@ def test_a_wrong_value_ends_with_one_clear_line_and_exit_code_2(
     assert all(text.startswith("usage: ") for text in usage) and len(usage) <= 1
 
 
+def test_serve_tells_of_variables_that_are_no_setting_and_never_their_values(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVENHAND_API_KEY", "hush")
+    monkeypatch.setenv("EVENHAND_WORKERS", "none")  # so that it ends at once
+    assert run("serve") == 2
+    first, second = capsys.readouterr().err.splitlines()
+    meant = "did you mean EVENHAND_API_KEYS?"
+    assert first == f"evenhand serve: the variable EVENHAND_API_KEY is no setting and is ignored; {meant}"
+    assert second.startswith("evenhand serve: EVENHAND_WORKERS: must be")
+
+
 def test_a_port_in_use_is_told_before_anything_is_started(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -127,6 +152,7 @@ class Deployment(http.server.BaseHTTPRequestHandler):
     """Answers as it is told and keeps what it was asked."""
 
     answer: tuple[int, Any] = (200, {})
+    nodes: ClassVar[dict[str, Any]] = {}  # the answer of /nodes/status, where it has any
     asked: ClassVar[list[tuple[str, str, Any, str | None]]]
 
     def handle_all(self) -> None:
@@ -135,6 +161,8 @@ class Deployment(http.server.BaseHTTPRequestHandler):
             (self.command, self.path, json.loads(body) if body else None, self.headers.get("authorization"))
         )
         status, value = type(self).answer
+        if self.path.startswith("/nodes/status") and self.nodes:
+            value = self.nodes
         text = json.dumps(value).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(text)))
@@ -177,9 +205,6 @@ def deployment(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Deployment]]:
                 {"url": "http://a:1", "status": {"role": 2, "models": ["m", "n"], "speed": 2.5}, "key": "k"},
             ),
         ),
-        ("remove http://a:1", ("POST", "/nodes/remove", {"url": "http://a:1"})),
-        ("drain http://a:1", ("POST", "/nodes/remove?drain=true", {"url": "http://a:1"})),
-        ("drain http://a:1 --timeout-s 30", ("POST", "/nodes/remove?drain=true&timeout_s=30", {"url": "http://a:1"})),
     ],
 )
 def test_each_verb_is_one_call(
@@ -188,6 +213,37 @@ def test_each_verb_is_one_call(
     assert run("nodes", *words.split(), "--json") == 0
     assert deployment.asked == [(*call, None)]
     assert json.loads(capsys.readouterr().out) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        ("remove http://a:1", ("POST", "/nodes/remove", {"url": "http://a:1"})),
+        ("drain http://a:1", ("POST", "/nodes/remove?drain=true", {"url": "http://a:1"})),
+        ("drain http://a:1 --timeout-s 30", ("POST", "/nodes/remove?drain=true&timeout_s=30", {"url": "http://a:1"})),
+    ],
+)
+def test_a_node_is_removed_if_it_is_known(
+    deployment: type[Deployment], capsys: pytest.CaptureFixture[str], words: str, call: tuple[str, str, Any]
+) -> None:
+    deployment.nodes = {"http://a:1": {"state": "gone"}}
+    deployment.answer = (200, "Deleted successfully")
+    assert run("nodes", *words.split(), "--json") == 0
+    assert deployment.asked == [("GET", "/nodes/status?all=1", None, None), (*call, None)]
+    assert json.loads(capsys.readouterr().out) == "Deleted successfully"
+
+
+@pytest.mark.parametrize("verb", ["remove", "drain"])
+def test_removing_an_unknown_node_says_so_and_fails(
+    deployment: type[Deployment], capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    deployment.nodes = {"http://a:1": {"state": "ready"}}
+    deployment.answer = (200, "Deleted successfully")  # what a deployment says, as LMDeploy does
+    assert run("nodes", verb, "http://a:2") == 1
+    captured = capsys.readouterr()
+    line = f"evenhand nodes {verb}: http://a:2 is not registered; `evenhand nodes list --all` shows what is\n"
+    assert (captured.out, captured.err) == ("", line)
+    assert [path for _, path, *_ in deployment.asked] == ["/nodes/status?all=1"]
 
 
 @pytest.mark.parametrize("words", ["nodes --admin-key ad list", "nodes list --admin-key ad", "nodes list"])

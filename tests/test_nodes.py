@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from app.errors import BadRequest
 from app.nodes import Node, Role, State, normalise_url, parse_models, parse_role, parse_speed
+from app.upstream.transport import Target
 
 
 @pytest.mark.parametrize(
@@ -29,12 +31,64 @@ from app.nodes import Node, Role, State, normalise_url, parse_models, parse_role
         ("http://[::1]:23333", "http://[::1]:23333"),
         ("http://[FE80::A]:80/x", "http://[fe80::a]/x"),
         ("http://engine/a%20b", "http://engine/a%20b"),
+        ("http://engine/%61%2d%5a%7e", "http://engine/a-Z~"),
+        ("http://engine/a%2fb%c3", "http://engine/a%2Fb%C3"),  # an encoded slash is no slash
         ("http://my_engine-1:65535", "http://my_engine-1:65535"),
     ],
 )
 def test_a_url_has_one_spelling(given_url: str, url: str) -> None:
     assert normalise_url(given_url) == url
     assert normalise_url(url) == url
+
+
+# By inet_aton(3): one to four parts, decimal or 0x; the last fills the bytes that are left. 0x7f000001 is 2130706433.
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1",
+        "127.0.0.1.",
+        "127.0.1",
+        "127.1",
+        "127.1.",
+        "2130706433",
+        "0x7f000001",
+        "0X7F.1",
+        "0x7f.0x000001",
+        "127.0x1",
+        "[::ffff:127.0.0.1]",
+        "[::FFFF:7f00:1]",
+        "[0:0:0:0:0:ffff:7f00:0001]",
+    ],
+)
+def test_every_spelling_of_an_ipv4_address_is_the_same_node(host: str) -> None:
+    assert normalise_url(f"http://{host}:80") == "http://127.0.0.1"
+    assert normalise_url(f"https://{host}:8443/") == "https://127.0.0.1:8443"
+
+
+@pytest.mark.parametrize(
+    ("host", "as_connected"),
+    [("127.0.0.1", 0x7F000001), ("10.258", 0x0A000102), ("10.1.258", 0x0A010102), ("4294967295", 0xFFFFFFFF)],
+)
+def test_an_ipv4_address_is_the_one_that_a_connection_would_go_to(host: str, as_connected: int) -> None:
+    assert int.from_bytes(socket.inet_aton(host)) == as_connected
+    assert normalise_url(f"http://{host}") == "http://" + socket.inet_ntoa(as_connected.to_bytes(4))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "host"),
+    [
+        (["localhost", "localhost.", "LocalHost", "LOCALHOST."], "localhost"),
+        (["a.example.org", "A.Example.ORG."], "a.example.org"),
+        (["xn--motr-8qa", "XN--MOTR-8QA."], "xn--motr-8qa"),
+        (["[fd00::a]", "[FD00:0:0::000A]", "[fd00:0:0:0:0:0:0:a]", "[fd00::0.0.0.10]"], "[fd00::a]"),
+        (["[::1]", "[0:0:0:0:0:0:0:1]", "[::0.0.0.1]"], "[::1]"),
+        (["0.0.0.0", "0", "0x0.0", "[::ffff:0:0]"], "0.0.0.0"),
+        (["engine_1.2", "engine_1.2."], "engine_1.2"),  # a name, although it ends in a number
+        (["0xengine"], "0xengine"),
+    ],
+)
+def test_every_spelling_of_a_host_is_the_same_node(hosts: list[str], host: str) -> None:
+    assert {normalise_url(f"http://{text}:80/") for text in hosts} == {f"http://{host}"}
 
 
 @pytest.mark.parametrize(
@@ -73,12 +127,36 @@ def test_a_url_has_one_spelling(given_url: str, url: str) -> None:
         ("http://engine/\r\nX-Header: 1", "characters"),
         ("http://engine\x00", "characters"),
         ("http://engine\x7f", "characters"),
-        ("http://motör", "characters"),
+        ("http://motör", "xn--"),
+        ("http://\uff11\uff12\uff17.1", "xn--"),
         ("http://engine//a", "empty, . or .."),
         ("http://engine/a/../b", "empty, . or .."),
         ("http://engine/./a", "empty, . or .."),
         ("http://engine/..", "empty, . or .."),
-        ("http://engine\\a", "empty, . or .."),
+        ("http://engine\\a", "letters, digits"),
+        ("http://engine/a\\b", "empty, . or .."),
+        ("http://engine/%2e%2E/b", "empty, . or .."),
+        ("http://engine/%2", "hexadecimal"),
+        ("http://engine/%zz", "hexadecimal"),
+        ("http://a..b", "empty part"),
+        ("http://engine..", "empty part"),
+        ("http://.engine", "empty part"),
+        ("http://.", "empty part"),
+        ("http://%65ngine", "letters, digits"),
+        ("http://engine,other", "letters, digits"),
+        ("http://010.0.0.5", "leading zero"),
+        ("http://10.0.0.05", "leading zero"),
+        ("http://00", "leading zero"),
+        ("http://256.0.0.1", "no IPv4 address"),
+        ("http://1.2.3.4.5", "no IPv4 address"),
+        ("http://1.65536.1", "no IPv4 address"),
+        ("http://4294967296", "no IPv4 address"),
+        ("http://" + "9" * 5000, "no IPv4 address"),
+        ("http://" + "a" * 64, "longer than"),
+        ("http://" + "abcd." * 51, "longer than"),
+        ("http://[fe80::1%eth0]", "IPv6 zone"),
+        ("http://[fe80::1%25eth0]", "IPv6 zone"),
+        ("http://[1.2.3.4]", "IPv6 address|not a URL"),
     ],
 )
 def test_what_is_no_engine_address_is_refused(given_url: object, words: str) -> None:
@@ -86,6 +164,16 @@ def test_what_is_no_engine_address_is_refused(given_url: object, words: str) -> 
         normalise_url(given_url, field="node_url")
     assert caught.value.param == "node_url"
     assert caught.value.message.startswith("node_url")
+
+
+@given(st.text("0123456789abcfx.:[]%-_/"))
+def test_any_host_gives_a_stable_spelling_or_a_refusal(text: str) -> None:
+    try:
+        url = normalise_url(f"http://{text}")
+    except BadRequest:
+        return
+    assert normalise_url(url) == url
+    assert Target(url).url == url
 
 
 @given(st.text())

@@ -9,7 +9,7 @@ import pytest
 import trustme
 
 from app.errors import ConfigurationError
-from app.settings import Settings, flag_of, variables_of
+from app.settings import Settings, flag_of, misspelt_variables, variables_of
 
 # The flags of `lmdeploy serve proxy` and their defaults (source: lmdeploy/cli/serve.py, 0.18.0).
 LMDEPLOY_DEFAULTS = {
@@ -200,6 +200,25 @@ def test_other_redis_urls_are_not(url: str) -> None:
     assert complaint({"redis_url": url}).startswith("--redis-url: ")
 
 
+@pytest.mark.parametrize("address", ["tcp://10.0.0.8:14579", "tcp://host-1.local:1", "tcp://[fd00::8]:65535"])
+def test_mooncake_addresses_are_those_of_zmqs_tcp(address: str) -> None:
+    assert Settings.load({"ec_consumer_zmq_addrs": [address]}).ec_consumer_zmq_addrs == (address,)
+
+
+@pytest.mark.parametrize(
+    "address", ["10.0.0.8:14579", "http://h:1", "tcp://h", "tcp://:1", "tcp://h:0", "tcp://h:65536", "tcp://fd00::8:1"]
+)
+def test_other_mooncake_addresses_are_not(address: str) -> None:
+    with pytest.raises(ConfigurationError, match="--ec-consumer-zmq-addrs: must be tcp://HOST:PORT"):
+        Settings.load({"ec_consumer_zmq_addrs": [address]})
+
+
+@pytest.mark.parametrize("words", [["disable", "http://p:1"], ["http://p:1,none"]])
+def test_prefill_is_switched_off_or_named(words: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="disable or none can't stand beside URLs"):
+        Settings.load({"prefill_servers_urls": words})
+
+
 def test_the_environment_makes_the_same_settings_in_a_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     settings = Settings.load(
@@ -256,3 +275,38 @@ def test_ssl_says_which_file_is_missing_or_wrong(monkeypatch: pytest.MonkeyPatch
     certificate.cert_chain_pems[0].write_to_path(chain)
     settings = Settings.load({"ssl": True})
     assert (settings.ssl_keyfile, settings.ssl_certfile) == (key, chain)
+
+
+def test_variables_that_are_no_setting_are_told_with_the_nearest_that_is_and_without_their_value() -> None:
+    lines = misspelt_variables(
+        {
+            "EVENHAND_API_KEY": "hush-1",
+            "EVENHAND_WORKRES": "4",
+            "evenhand_redis_ulr": "redis://:hush@h",
+            "EVENHAND_XYZZY": "hush-2",
+            # right ones, ours beside the settings, others', and what Kubernetes sets for services
+            "EVENHAND_WORKERS": "4",
+            "evenhand_grace_s": "1",
+            "EVENHAND_ADMIN_KEY": "hush",
+            "EVENHAND_URL": "http://a",
+            "EVENHAND_READY_FD": "7",
+            "AIOHTTP_TIMEOUT": "1",
+            "PATH": "/",
+            "EVENHAND_SERVICE_HOST": "10.0.0.1",
+            "EVENHAND_SERVICE_PORT": "8000",
+            "EVENHAND_SERVICE_PORT_HTTP": "8000",
+            "EVENHAND_PORT": "tcp://10.0.0.1:8000",
+            "EVENHAND_REDIS_PORT_6379_TCP_ADDR": "10.0.0.1",
+        }
+    )
+    assert lines == [
+        "the variable EVENHAND_API_KEY is no setting and is ignored; did you mean EVENHAND_API_KEYS?",
+        "the variable EVENHAND_WORKRES is no setting and is ignored; did you mean EVENHAND_WORKERS?",
+        "the variable EVENHAND_XYZZY is no setting and is ignored",
+        "the variable evenhand_redis_ulr is no setting and is ignored; did you mean EVENHAND_REDIS_URL?",
+    ]
+
+
+def test_a_port_that_no_kubernetes_set_is_told() -> None:
+    (line,) = misspelt_variables({"EVENHAND_PORT": "9000"})
+    assert "EVENHAND_PORT is no setting" in line and "9000" not in line

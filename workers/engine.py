@@ -10,14 +10,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import os
 import signal
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import aiohttp
 
 from app.errors import BadRequest
 from app.nodes import Role, normalise_url, parse_role
 from workers.engine_answers import Knobs
+from workers.engine_lmdeploy import LmdeployEngine
 from workers.engine_server import Engine
 
 REGISTER_TIMEOUT_S = 10.0
@@ -37,8 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--proxy-url", type=_node_url, help="register at this distributor, such as http://127.0.0.1:8000"
     )
+    # As in `evenhand nodes`: the key from the environment is read when it is used, never a default.
+    parser.add_argument(
+        "--admin-key", metavar="KEY", help="admin key of the distributor, where it asks for one; env EVENHAND_ADMIN_KEY"
+    )
     parser.add_argument("--url", help="the address to register, where others reach it by another than --host")
     parser.add_argument("--role", type=_role, default=Role.Hybrid, help="Hybrid, Prefill, Decode, Encode or 1 to 4")
+    parser.add_argument(
+        "--pd-protocol",
+        choices=["lmdeploy"],
+        help="speak DistServe, with books of sessions and links at GET /sim/books; --role is Prefill or Decode",
+    )
     parser.add_argument("--speed", type=_speed, help="the node's speed, any unit, the same for all nodes")
 
 
@@ -73,8 +86,11 @@ async def _serve(args: argparse.Namespace) -> int:
         own_id=False,
     )
     try:
-        engine = Engine(knobs, host=args.host, port=args.port, keep_records=False, on_terminate=end)
+        engine = _engine(args, knobs, end)
         await engine.start()
+    except ValueError as e:
+        print(f"evenhand engine: {e}", file=sys.stderr)
+        return 2
     except OSError as e:
         print(f"evenhand engine: can't listen on {args.host}:{args.port}: {e.strerror or e}", file=sys.stderr)
         return 1
@@ -93,21 +109,40 @@ async def _serve(args: argparse.Namespace) -> int:
     return 0
 
 
+def _engine(args: argparse.Namespace, knobs: Knobs, end: Callable[[], None]) -> Engine:
+    """Raises ValueError (a role that the protocol doesn't have) or OSError (the port is taken)."""
+    options: dict[str, Any] = {"host": args.host, "port": args.port, "keep_records": False, "on_terminate": end}
+    if args.pd_protocol is None:
+        return Engine(knobs, **options)
+    engine = LmdeployEngine(args.role, None, knobs, **options)
+    engine.known_as = _url_of(args, engine)
+    return engine
+
+
+def _url_of(args: argparse.Namespace, engine: Engine) -> str:
+    """The address by which others know it."""
+    plain = engine.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    return str(args.url or plain)
+
+
 async def _register(args: argparse.Namespace, engine: Engine) -> None:
     """Post once what LMDeploy's api_server posts when it starts; try again only while nothing answers.
 
     Source: lmdeploy/serve/openai/api_server.py, `startup_event`: no key, {url, status: {models, role}}.
-    `speed` is of the same Status object; api_server itself never sends it.
+    `speed` is of the same Status object; api_server itself never sends it, and no key either.
     """
     status: dict[str, object] = {"models": list(args.model), "role": int(args.role)}
     if args.speed is not None:
         status["speed"] = args.speed
-    url = args.url or engine.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    url = _url_of(args, engine)
     target = args.proxy_url.rstrip("/") + "/nodes/add"
     timeout = aiohttp.ClientTimeout(total=REGISTER_TIMEOUT_S)
+    headers = {"accept": "application/json"}
+    if key := args.admin_key or os.environ.get("EVENHAND_ADMIN_KEY"):
+        headers["authorization"] = f"Bearer {key}"
     pause_s, longest_s = BACKOFF_S
     told = False
-    async with aiohttp.ClientSession(timeout=timeout, headers={"accept": "application/json"}) as session:
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
         while True:
             try:
                 async with session.post(target, json={"url": url, "status": status}) as answer:
@@ -116,7 +151,8 @@ async def _register(args: argparse.Namespace, engine: Engine) -> None:
                         return
                     text = (await answer.text())[:300]
                     if answer.status < 500:
-                        print(f"evenhand engine: {target} refused it: {answer.status} {text}", file=sys.stderr)
+                        hint = "; give --admin-key (EVENHAND_ADMIN_KEY)" if answer.status in (401, 403) else ""
+                        print(f"evenhand engine: {target} refused it: {answer.status} {text}{hint}", file=sys.stderr)
                         return
             except (aiohttp.ClientError, TimeoutError, OSError) as e:
                 if not told:

@@ -23,10 +23,10 @@ if sys.path[0] != str(_ROOT):  # the working directory may hold an `app` of its 
 
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
-from app.settings import Settings
+from app.settings import Settings, misspelt_variables
 from workers.logs import logging_config
 from workers.processes import die_with_parent
-from workers.server import MASTER_MARGIN_S
+from workers.server import MASTER_MARGIN_S, READY_FD_VARIABLE
 
 # Two sockets a running request, plus what the process has open anyway.
 _FEW_FILES = 4096
@@ -72,6 +72,9 @@ logconfig_dict = logging_config(_settings.log_level, _settings.log_format)
 
 def on_starting(server: Any) -> None:
     """Forget the registry where that is asked for; raise the limit on open files before the workers inherit it."""
+    if READY_FD_VARIABLE not in os.environ:  # else `evenhand serve` has said it
+        for line in misspelt_variables(os.environ):
+            server.log.warning(line)
     if _settings.disable_cache_status:
         try:
             from workers.reaper import forget_registry

@@ -18,9 +18,10 @@ from redis.exceptions import RedisError
 from app.errors import EngineRefused, EngineTimeout, StoreUnavailable, UpstreamError
 from app.nodes import Node, State
 from app.store.keys import Keys
-from app.store.registry import Registry
+from app.store.registry import Registry, number
 from app.store.scripts import Code
 from app.upstream.management import EngineClient, Verdict
+from workers.redis_clock import redis_ms
 
 log = logging.getLogger("evenhand.prober")
 
@@ -58,6 +59,7 @@ class Record:
     hits: int = 0
     misses: int = 0
     due_at_s: float = 0.0
+    trouble: str = ""  # what was wrong at the last probe, where that changed no state
     running: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
@@ -133,6 +135,10 @@ class Prober:
         self._engine_key = engine_key
         self._records: dict[str, Record] = {}
         self._probes: set[asyncio.Task[None]] = set()  # those that are cancelled and not over yet too
+        self.leading = False  # whether this worker has the turn; others go by it too
+        # One change of the registry at a time: a fleet that goes down together would else change it faster than each
+        # of its nodes' changes, which begins with reading it, could be made.
+        self._writing = asyncio.Lock()
         self._awake = asyncio.Event()
         self._slots = asyncio.Semaphore(PROBES_AT_ONCE)
         self._slots_of_failing = asyncio.Semaphore(PROBES_AT_ONCE)
@@ -170,7 +176,8 @@ class Prober:
 
     async def _hold_lease(self, lease_ms: int) -> bool:
         (code,) = await self._registry.run("hold_lease", [self._keys.prober], [self._worker, lease_ms])
-        return bool(code == Code.DONE)
+        self.leading = bool(code == Code.DONE) and lease_ms > 0
+        return self.leading
 
     def _rest(self) -> None:
         for record in self._records.values():
@@ -180,10 +187,10 @@ class Prober:
 
     async def _turn(self) -> None:
         registry = self._registry
+        await registry.heal()
         await registry.verify()
         await self._recount()
-        seconds, microseconds = await registry.redis.time()
-        now_ms = seconds * 1000 + microseconds // 1000
+        now_ms = redis_ms(await registry.redis.time())
         now_s = asyncio.get_running_loop().time()
         nodes = registry.snapshot.nodes
         for url in self._records.keys() - nodes.keys():
@@ -197,8 +204,9 @@ class Prober:
                 continue
             state = expired(node, self._rules, now_ms)
             if state is not None:
-                await registry.set_state(node, state, reason=node.reason)
+                await self._write(node, state, node.reason)
                 continue
+            await self._tell_why(node)
             self._start_if_due(node, now_s, now_ms)
 
     async def _recount(self) -> None:
@@ -234,17 +242,35 @@ class Prober:
                 finding = await self._look(node)
             busy = finding.kind == "timeout" and await self._succeeded_recently(node.url)
             state = verdict(node, record, finding, self._rules, busy=busy)
+            # A change of state takes its words along. Told later too, they could bring the old state back with them.
+            record.trouble = finding.words if state is None and finding.kind != "ok" else ""
             if state is not None:
                 log.info("node %s: %s -> %s %s", node.url, node.state, state, finding.words)
-                await self._registry.set_state(node, state, reason=finding.words, models=finding.models)
+                await self._write(node, state, finding.words, finding.models)
             elif finding.kind == "ok" and node.state in (State.DOWN, State.GONE):
                 # Half-way up: the second look decides, and somebody may be waiting for it.
                 record.due_at_s = 0.0
                 asyncio.get_running_loop().call_later(SECOND_LOOK_S, self._awake.set)
         except (StoreUnavailable, RedisError, OSError) as e:
             log.debug("probe of %s has no effect: %s", node.url, e)
+            record.due_at_s = 0.0  # with the next turn, which waits for Redis
         finally:
             record.running = None
+
+    async def _tell_why(self, node: Node) -> None:
+        """Keep the reason of a node that is not ready true: why it is pending still, or what it is down of by now.
+
+        Called by the turn and between two probes of the node, the two that change its state: nothing comes between.
+        """
+        record = self._records.get(node.url)
+        if record is None or record.incarnation != node.incarnation or record.running is not None:
+            return
+        if node.state != State.READY and record.trouble not in ("", node.reason):
+            await self._write(node, node.state, record.trouble)
+
+    async def _write(self, node: Node, state: State, reason: str, models: tuple[str, ...] | None = None) -> None:
+        async with self._writing:
+            await self._registry.set_state(node, state, reason=reason, models=models)
 
     async def _look(self, node: Node) -> Finding:
         key = self._registry.snapshot.engine_keys.get(node.url) or self._engine_key
@@ -267,7 +293,6 @@ class Prober:
     async def _succeeded_recently(self, url: str) -> bool:
         client = self._registry.redis
         last_ms = await client.hget(self._keys.last_success, url)
-        if last_ms is None:
-            return False
-        seconds, microseconds = await client.time()
-        return bool(seconds * 1000 + microseconds // 1000 - int(last_ms) <= self._rules.busy_grace_s * 1000)
+        # Below 0: an instant to come was written by hand.
+        since_ms = redis_ms(await client.time()) - number(str(last_ms or ""))
+        return 0 <= since_ms <= self._rules.busy_grace_s * 1000

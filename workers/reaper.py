@@ -17,6 +17,7 @@ from app.settings import Settings
 from app.store.keys import Keys, of_node_removed, of_worker_given_up
 from app.store.registry import Registry
 from app.store.scripts import Code, load_scripts
+from workers.redis_clock import redis_ms
 
 log = logging.getLogger("evenhand.workers")
 
@@ -25,11 +26,6 @@ AT_ONCE = 100
 """Expired leases looked at in one turn."""
 MASTER_TIMEOUT_S = 1.0
 """The master must not hang on Redis: then the lease does the same work a few seconds later."""
-
-
-def _now_ms(time_reply: tuple[int, int]) -> int:
-    seconds, microseconds = time_reply
-    return seconds * 1000 + microseconds // 1000
 
 
 class Reaper:
@@ -52,7 +48,7 @@ class Reaper:
     async def reap(self) -> int:
         """Give up every worker whose lease is over; returns how many requests came back."""
         client, keys = self._registry.redis, self._keys
-        now_ms = _now_ms(await client.time())
+        now_ms = redis_ms(await client.time())
         expired = await client.zrangebyscore(keys.workers, "-inf", now_ms, start=0, num=AT_ONCE)
         # A session without a lease: somebody deleted `workers`. The living are back within a second,
         # and the script looks again before it gives anybody up.
@@ -89,7 +85,7 @@ def forget_registry(settings: Settings) -> int:
     keys, script = Keys(settings.namespace), load_scripts()["remove_node"]
     removed = 0
     with _master_client(settings) as client:
-        if client.zcount(keys.workers, _now_ms(client.time()), "+inf"):
+        if client.zcount(keys.workers, redis_ms(client.time()), "+inf"):
             return 0
         for url in client.smembers(keys.nodes):
             names = of_node_removed(keys, url)

@@ -33,6 +33,7 @@ from uvicorn_worker import UvicornWorker
 
 from app.errors import BadRequest, EvenhandError, error_answer
 from app.settings import Settings
+from workers.half_closed import HalfClosed
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -72,7 +73,7 @@ class CloseDelimited(int):
 
 class Protocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol with a limit on the head, an end to keep-alive while the server stops, and
-    an answer to those who offer an upgrade.
+    an answer to those who offer an upgrade or have ended their side of the connection.
 
     Java's HttpClient, among others, offers h2c with its first request. httptools takes every offer as accepted
     and skips the body, so such a POST would arrive empty: it is read again without the offer.
@@ -83,6 +84,7 @@ class Protocol(HttpToolsProtocol):
     _heads = 0  # complete heads seen on this connection
     _head_bytes = 0  # of the unfinished one
     _idle_since = 0.0  # time.monotonic()
+    _half_closed: HalfClosed | None = None
 
     def data_received(self, data: bytes) -> None:
         was_in_head, heads = self._in_head, self._heads
@@ -130,6 +132,23 @@ class Protocol(HttpToolsProtocol):
             return
         self._in_head = True
         super().on_message_complete()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection where whole requests wait for an answer whose head is still to come.
+
+        Elsewhere the client counts as gone, as it does for uvicorn: in mid-body of its request or of its answer,
+        and in HTTP/1.0, which has no interim answers to find out by. TLS never comes here half-closed.
+        """
+        if self._half_closed is None:
+            if self.scheme == "https" or not self._may_send_interim() or self.cycle.more_body:
+                return False
+            self.cycle.keep_alive = False
+            self._half_closed = HalfClosed(self.loop, self.transport, self._may_send_interim)
+        return True
+
+    def _may_send_interim(self) -> bool:
+        running = next((cycle for cycle in self._cycles if not cycle.response_complete), None)
+        return running is not None and not running.response_started and running.scope["http_version"] == "1.1"
 
     def connection_lost(self, exc: Exception | None) -> None:
         # uvicorn tells only the latest request; the one that runs is the first of a pipeline.

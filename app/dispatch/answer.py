@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -55,6 +55,25 @@ class Whole:
         pass
 
 
+class Begun:
+    """A response of which the first bytes have been read here already."""
+
+    __slots__ = ("_first", "_response", "headers", "status")
+
+    def __init__(self, response: Response, first: bytes) -> None:
+        self.status = response.status
+        self.headers = response.headers
+        self._response = response
+        self._first = first
+
+    async def read(self) -> bytes:
+        first, self._first = self._first, b""
+        return first or await self._response.read()
+
+    def close(self) -> None:
+        self._response.close()
+
+
 class Answer:
     """An engine's answer whose head has come. Whoever holds it must `close` it: that gives the counts back."""
 
@@ -100,10 +119,26 @@ class Held(Protocol):
 class Taker(Protocol):
     """A use case in two steps, for those who need to know the node before they send."""
 
+    async def open(self, request: EngineRequest) -> Answer:
+        """Both steps: count the request, send it, return when the answer's head has come."""
+        ...
+
     async def take(self, model: str, *, only: str | None = None) -> Held:
         """Count a request for `model`; on the node `only` if it is still a candidate.
 
         Raises:
             ModelNotFound, NoNodeAvailable: nobody can serve it.
+        """
+        ...
+
+
+class ChoosyTaker(Protocol):
+    """A use case that can be told which nodes come into question."""
+
+    async def take_among(self, model: str, urls: Collection[str], *, only: str | None = None) -> Held:
+        """As `Taker.take`, but on one of `urls`.
+
+        Raises:
+            ModelNotFound, NoNodeAvailable: none of them can serve it.
         """
         ...

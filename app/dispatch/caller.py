@@ -12,21 +12,38 @@ from app.upstream.transport import Response, Target, Timeouts, Transport
 IDENTITY = (b"accept-encoding", b"identity")
 
 
+class AnswerTooLong(EngineBroke):
+    """A body over the limit of whoever asked: it would be as long the next time."""
+
+
 class Caller:
     """One per worker, shared by the use cases."""
 
-    def __init__(self, *, registry: Registry, transport: Transport, timeouts: Timeouts, engine_key: str | None) -> None:
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        transport: Transport,
+        timeouts: Timeouts,
+        engine_key: str | None,
+        prefill_timeouts: Timeouts | None = None,
+    ) -> None:
         self._registry = registry
         self._transport = transport
         self._timeouts = timeouts
+        self._prefill_timeouts = prefill_timeouts or timeouts
         self._engine_key = engine_key
         self._targets: dict[str, Target] = {}
 
     def __repr__(self) -> str:
         return f"<Caller targets={len(self._targets)}>"
 
-    async def send(self, url: str, request: EngineRequest) -> Response:
-        """Send `request` to the node and return when the answer's head has come. Raises UpstreamError."""
+    async def send(self, url: str, request: EngineRequest, *, prefill: bool = False) -> Response:
+        """Send `request` to the node and return when the answer's head has come. Raises UpstreamError.
+
+        Args:
+            prefill: it is a prefill leg, which has a time limit of its own.
+        """
         try:
             return await self._transport.send(
                 self._target(url),
@@ -34,25 +51,25 @@ class Caller:
                 request.path,
                 self._with_key(url, request.headers),
                 request.body,
-                self._timeouts,
+                self._prefill_timeouts if prefill else self._timeouts,
             )
         except EngineRefused:
             self._registry.refused(url)
             raise
 
-    async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int) -> Whole:
+    async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int, prefill: bool = False) -> Whole:
         """The whole answer, as it is read here: the client's wish for a compressed one is not passed on.
 
-        Raises UpstreamError, also where its body is longer than `limit_bytes`.
+        Raises UpstreamError; AnswerTooLong where its body is longer than `limit_bytes`.
         """
         headers = [*(header for header in request.headers if header[0] != b"accept-encoding"), IDENTITY]
-        response = await self.send(url, replace(request, headers=headers))
+        response = await self.send(url, replace(request, headers=headers), prefill=prefill)
         try:
             body = bytearray()
             while chunk := await response.read():
                 body += chunk
                 if len(body) > limit_bytes:
-                    raise EngineBroke(f"engine {url} broke off: its answer is longer than {limit_bytes} bytes")
+                    raise AnswerTooLong(f"engine {url} broke off: its answer is longer than {limit_bytes} bytes")
             return Whole(url, response.status, response.headers, bytes(body))
         finally:
             response.close()

@@ -6,10 +6,10 @@ Source: `--ec-consumer-zmq-addrs` and `--ec-consumer-dp-size` of vLLM's encoder-
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from app.errors import ConfigurationError, Headers, NoNodeAvailable
+from app.errors import ConfigurationError, Headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Consumers:
         addresses: one per decode node and data-parallel rank: s0r0, s0r1, s1r0, ...
 
     Raises:
-        ConfigurationError: the counts don't fit.
+        ConfigurationError: the counts don't fit, or an address stands twice.
     """
 
     def __init__(self, urls: Sequence[str], addresses: Sequence[str], dp_size: int) -> None:
@@ -38,17 +38,25 @@ class Consumers:
                 f"--ec-consumer-zmq-addrs: must be one for each of the {len(urls)} decode servers "
                 f"and {dp_size} data-parallel ranks, not {len(addresses)}"
             )
+        twice = next((address for address in addresses if addresses.count(address) > 1), None)
+        if twice is not None:
+            raise ConfigurationError(f"--ec-consumer-zmq-addrs: {twice} is named twice; a replica has one of its own")
+        if dp_size > 1 and not addresses:
+            raise ConfigurationError("--ec-consumer-dp-size is for --ec-consumer-zmq-addrs, which is not given")
         self._dp_size = dp_size
         self._by_url = {url: addresses[i * dp_size : (i + 1) * dp_size] for i, url in enumerate(urls) if addresses}
 
     def __bool__(self) -> bool:
         return bool(self._by_url)
 
+    @property
+    def urls(self) -> Collection[str]:
+        """The nodes that have a control channel: no other can be pushed to."""
+        return self._by_url.keys()
+
     def choose(self, url: str) -> Consumer:
-        """A replica of the node, by chance. Raises NoNodeAvailable for a node without a control channel."""
-        addresses = self._by_url.get(url)
-        if addresses is None:
-            raise NoNodeAvailable(f"no Mooncake consumer address is known for the Decode node {url}")
+        """A replica of a node of `urls`, by chance."""
+        addresses = self._by_url[url]
         rank = random.randrange(self._dp_size)
         headers = [(b"x-data-parallel-rank", b"%d" % rank)] if self._dp_size > 1 else []
         return Consumer(url, addresses[rank], headers)

@@ -1,13 +1,141 @@
-"""DistServe serving: prefill and decode on different nodes. Not built yet: every request is told so."""
+"""LMDeploy's DistServe beside the requests: links made ahead, and what is left behind cleared away.
+
+Owns warm-up, garbage collection and what there is to see. Links of nodes that were removed or that restarted
+are undone, sessions whose worker died or whose node was removed are freed. One worker of the deployment at a
+time does that (`workers.janitor`).
+"""
 
 from __future__ import annotations
 
-from app.dispatch.answer import Answer, EngineRequest
-from app.errors import NotBuilt
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+from app.dispatch.handover.links import Links
+from app.dispatch.handover.sessions import Sessions, quietly
+from app.errors import BadRequest, UpstreamError
+from app.nodes import Role, State
+from app.store.handovers import Handovers
+from app.store.links import Link, LinkTable, ends_of, pair_of, read_link
+from app.store.migrations import Migration, Migrations
+from app.store.registry import Registry
+from app.upstream.distserve import DistServeClient
+
+UNDO_WITHIN_MS = 60_000
+"""For as long nobody links a pair that is being undone."""
+
+Json = dict[str, Any]
 
 
 class DistServe:
-    """The use case; one per worker."""
+    """One per worker. `linked`: whether this deployment's engines are linked at all."""
 
-    async def open(self, request: EngineRequest) -> Answer:
-        raise NotBuilt("--serving-strategy DistServe is not built yet; use Hybrid")
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        table: LinkTable,
+        links: Links,
+        sessions: Sessions,
+        migrations: Migrations,
+        engines: DistServeClient,
+        figures: Handovers,
+        worker: str,
+        gc_age_s: float,
+        linked: bool,
+    ) -> None:
+        self._registry = registry
+        self._table = table
+        self._links = links
+        self._sessions = sessions
+        self._migrations = migrations
+        self._engines = engines
+        self._figures = figures
+        self._worker = worker
+        self._gc_age_s = gc_age_s
+        self._linked = linked
+
+    async def warm_up(self) -> Json:
+        """Link every prefill with every decode node of the same model; what became of each pair."""
+        self._check_linked()
+        pairs = list(self._pairs())
+        failures = await asyncio.gather(*(self._ensure(*pair) for pair in pairs))
+        links = {
+            pair_of(*pair): {"state": "failed" if error else "connected", "error": error}
+            for pair, error in zip(pairs, failures, strict=True)
+        }
+        return {"SUCCESS": not any(failures), "links": links}
+
+    async def collect(self) -> Json:
+        """Free what is older than the age from settings. Raises StoreUnavailable."""
+        self._check_linked()
+        oldest_ms = self._gc_age_s * 1000
+        found = await self._sessions.collect(lambda _, record, __, now_ms: now_ms - record.at_ms >= oldest_ms)
+        return {**found, "kept": len(await self._migrations.all())}
+
+    async def table(self) -> Json:
+        """Every link, how many sessions are under migration, and the counters. Raises StoreUnavailable."""
+        links = {}
+        for pair, text in (await self._table.all()).items():
+            link = read_link(text)
+            current = link.lives == self._links.lives_of(*ends_of(pair))
+            links[pair] = {
+                "state": link.state if current else "void",
+                "owner": link.owner,
+                "since_ms": link.since_ms,
+                "took_ms": link.took_ms or None,
+                "error": link.error or None,
+            }
+        sessions = await self._migrations.all()
+        return {"links": links, "sessions": len(sessions), "counts": await self._figures.counts()}
+
+    def _check_linked(self) -> None:
+        if not self._linked:
+            raise BadRequest("Engines are linked, and their caches freed, with --pd-protocol lmdeploy only")
+
+    def _pairs(self) -> Iterator[tuple[str, str]]:
+        nodes = [node for node in self._registry.snapshot.nodes.values() if node.state in (State.READY, State.PENDING)]
+        for prefill in (node for node in nodes if node.role == Role.Prefill):
+            for decode in (node for node in nodes if node.role == Role.Decode):
+                if not set(prefill.models).isdisjoint(decode.models):
+                    yield prefill.url, decode.url
+
+    async def _ensure(self, prefill: str, decode: str) -> str | None:
+        try:
+            await self._links.ensure(prefill, decode)
+        except UpstreamError as e:
+            return e.message
+        return None
+
+    # --- what is left behind
+
+    async def tidy(self) -> None:
+        """Undo void links and free sessions that nobody will take over. Raises StoreUnavailable."""
+        await self._sessions.collect(self._is_orphan)
+        snapshot = self._registry.snapshot
+        records = await self._table.all()
+        void = [
+            (pair, text, link)
+            for pair, text in records.items()
+            if (link := read_link(text)).state != "connecting"
+            and link.version <= snapshot.version
+            and link.lives != self._links.lives_of(*ends_of(pair))
+        ]
+        await asyncio.gather(*(quietly(self._undo(*entry)) for entry in void))
+
+    def note_again(self) -> None:
+        """Every worker, now and then: Redis may have lost the notes of its own sessions."""
+        self._migrations.note_again()
+
+    def _is_orphan(self, prefill: str, record: Migration, workers: set[str], now_ms: int) -> bool:
+        nodes = self._registry.snapshot.nodes
+        return record.worker not in workers or prefill not in nodes or record.decode not in nodes
+
+    async def _undo(self, pair: str, text: str, link: Link) -> None:
+        undoing = Link("undoing", "", 0, since_ms=link.since_ms, owner=self._worker)
+        mine = await self._table.mark_undoing(pair, text, undoing, within_ms=UNDO_WITHIN_MS)
+        if mine is None:
+            return
+        if link.state == "connected":
+            await self._links.undo(*ends_of(pair), link.lives)
+        await self._table.drop(pair, mine)

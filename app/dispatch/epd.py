@@ -10,13 +10,14 @@ Source: vLLM's encoder-disaggregation proxy; docs/epd.md says where this differs
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
-from app.dispatch.answer import Answer, EngineRequest, Outcome, Taker, Whole
-from app.dispatch.caller import Caller
+from app.dispatch.answer import Answer, ChoosyTaker, EngineRequest, Outcome, Taker, Whole
+from app.dispatch.caller import AnswerTooLong, Caller
 from app.dispatch.consumers import Consumer, Consumers
 from app.dispatch.media import (
     Group,
@@ -29,8 +30,8 @@ from app.dispatch.media import (
     may_have_media,
     read_reports,
 )
-from app.errors import EngineBroke, Headers, NoNodeAvailable, UpstreamError
-from app.nodes import Role
+from app.errors import EngineBroke, Headers, ModelNotFound, NoNodeAvailable, UpstreamError
+from app.nodes import Role, State
 from app.store.ledger import Ledger, Select, Ticket
 from app.store.registry import Registry
 from app.store.snapshot import Pool, Snapshot
@@ -38,6 +39,8 @@ from app.store.snapshot import Pool, Snapshot
 log = logging.getLogger("evenhand.dispatch")
 
 PATH = b"/v1/chat/completions"
+LOOK_EVERY_S = 1.0
+"""How often a call that waits for an encoder looks whether that one is down by now."""
 REPORT_LIMIT_BYTES = 64 * 2**20
 """Of an encoder's answer: metadata is small, but some connectors send more."""
 
@@ -61,7 +64,11 @@ class EpdRules:
 
 
 class Epd:
-    """The use case; one per worker."""
+    """The use case; one per worker.
+
+    Args:
+        consumer_taker: who serves a request with pushed embeddings; not asked where `consumers` is false.
+    """
 
     def __init__(
         self,
@@ -72,6 +79,7 @@ class Epd:
         inner: Taker,
         rules: EpdRules,
         consumers: Consumers,
+        consumer_taker: ChoosyTaker,
         expects_encoders: bool,
     ) -> None:
         self._registry = registry
@@ -80,6 +88,7 @@ class Epd:
         self._inner = inner
         self._rules = rules
         self._consumers = consumers
+        self._consumer_taker = consumer_taker
         self._expects_encoders = expects_encoders
 
     async def open(self, request: EngineRequest) -> Answer:
@@ -89,7 +98,7 @@ class Epd:
         the encoders on: a consumer that lost what was pushed to it says 500.
         """
         if not self._expects_encoders and not self._registry.snapshot.serves(request.model, Role.Encode):
-            return await (await self._inner.take(request.model)).send(request)
+            return await self._inner.open(request)
         media = self._media_of(request)
         attempts = 1 + self._rules.decode_retries
         consumer: Consumer | None = None
@@ -111,7 +120,7 @@ class Epd:
     ) -> tuple[Answer, Consumer | None]:
         """One time from the encoders on; `before`: the consumer of the attempt before, kept while its node is there."""
         if media is None:
-            return await (await self._inner.take(request.model)).send(request), None
+            return await self._inner.open(request), None
         if not self._consumers:
             try:
                 body = await self._encode(request, media, None)
@@ -119,7 +128,9 @@ class Epd:
                 return Answer(e.answer, e.answer.url, ()), None
             return await (await self._inner.take(request.model)).send(replace(request, body=body)), None
         # A pushed embedding goes to one consumer, so that one is held before anything is encoded.
-        held = await self._inner.take(request.model, only=before.url if before else None)
+        held = await self._consumer_taker.take_among(
+            request.model, self._consumers.urls, only=before.url if before else None
+        )
         try:
             consumer = before if before and before.url == held.url else self._consumers.choose(held.url)
             body = await self._encode(request, media, consumer.zmq)
@@ -167,7 +178,8 @@ class Epd:
         tried = [group.url]
         while True:
             try:
-                reports |= await self._call(request, media, group, tickets, consumer_zmq)
+                async with self._while_up(request.model, tried):
+                    reports |= await self._call(request, media, group, tickets, consumer_zmq)
                 return
             except ReportError:
                 raise
@@ -183,6 +195,42 @@ class Epd:
                 raise NoNodeAvailable(f"no Encode node could take the media: {failure.message}") from none_left
             tried.append(tickets[0].url)
             group = replace(group, url=tickets[0].url, transfer_ids=tuple(secrets.token_hex(16) for _ in group.items))
+
+    @contextlib.asynccontextmanager
+    async def _while_up(self, model: str, tried: Sequence[str]) -> AsyncIterator[None]:
+        """Give up what is inside when the encoder is down by now and another can take its items.
+
+        A host that hangs or lost its power breaks no connection: only the probes find it out. Raises EngineBroke.
+        """
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal timer
+            if self._is_lost(model, tried):
+                scope.reschedule(loop.time())
+            else:
+                timer = loop.call_later(LOOK_EVERY_S, look)
+
+        timer = loop.call_later(LOOK_EVERY_S, look)
+        try:
+            async with asyncio.timeout(None) as scope:
+                yield
+        except TimeoutError as e:
+            raise EngineBroke(f"encoder {tried[-1]} went down before it answered") from e
+        finally:
+            timer.cancel()
+
+    def _is_lost(self, model: str, tried: Sequence[str]) -> bool:
+        snapshot = self._registry.snapshot
+        node = snapshot.nodes.get(tried[-1])
+        if node is None or node.state not in (State.DOWN, State.GONE) or len(tried) > self._rules.encoder_retries:
+            return False
+        try:
+            next_encoder(model, tried)(snapshot)
+        except (ModelNotFound, NoNodeAvailable):
+            return False  # it may have stopped listening only, and still end its work
+        return True
 
     async def _take_next(self, model: str, tried: Sequence[str], items: int) -> list[Ticket]:
         """Count the items on the next encoder; the cursor stays where it is, so others' turns don't shift."""
@@ -229,6 +277,8 @@ class Epd:
             )
             succeeded = True
             return found
+        except AnswerTooLong as e:
+            raise ReportError(e.message) from e
         finally:
             # One call is one latency, however many items it had.
             for position, ticket in enumerate(tickets):

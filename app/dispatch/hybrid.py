@@ -6,10 +6,12 @@ Starlette or Redis.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from app.dispatch.answer import Answer, EngineRequest
 from app.dispatch.caller import Caller
+from app.errors import NoNodeAvailable
 from app.nodes import Role
 from app.store.ledger import Ledger, Select, Ticket
 from app.store.snapshot import Pool, Snapshot
@@ -38,12 +40,21 @@ class Hybrid:
     async def take(self, model: str, *, only: str | None = None) -> HeldNode:
         return HeldNode(await self._ledger.acquire(candidates(model, *ROLES, only=only)), self._caller)
 
+    async def take_among(self, model: str, urls: Collection[str], *, only: str | None = None) -> HeldNode:
+        return HeldNode(await self._ledger.acquire(candidates(model, *ROLES, only=only, among=urls)), self._caller)
 
-def candidates(model: str, *roles: Role, only: str | None = None) -> Select:
-    """The nodes of `roles` with the model; `only` that one if it is among them."""
+
+def candidates(model: str, *roles: Role, only: str | None = None, among: Collection[str] | None = None) -> Select:
+    """The nodes of `roles` with the model, of `among` where that is given; `only` that one if it is among them."""
 
     def select(snapshot: Snapshot) -> Pool:
         pool = snapshot.pool(model, *roles)
+        if among is not None:
+            left = snapshot.without(pool, [url for url in pool.urls if url not in among])
+            if left is None:
+                words = " or ".join(role.name for role in roles)
+                raise NoNodeAvailable(f"no {words} node of {', '.join(among)} with the model {model!r} is alive")
+            pool = left
         if only is None:
             return pool
         return snapshot.without(pool, [url for url in pool.urls if url != only]) or pool

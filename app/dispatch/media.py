@@ -13,10 +13,11 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
+from app.dispatch.bodies import encoded, members_of, value_of
 from app.errors import BadRequest, EngineBroke
 
 EMBEDS = {
@@ -33,12 +34,16 @@ MOST_ITEMS = 1000
 """In one request: they are assigned in one step of Redis, where all others wait meanwhile (5 ms for as many;
 100,000, which fit in 7 MB, took 1.8 s). vLLM's own limit is 999 of a kind (`limit_mm_per_prompt`)."""
 
+MOST_NUMBERS = 100_000
+"""In the metadata of a report: a grid has 3, a film some for each frame. A million would stop the worker for 0.7 s."""
+NO_METADATA = "its metadata must be arrays of numbers"
+TOO_MANY_NUMBERS = f"its metadata has more than {MOST_NUMBERS} numbers"
+
 
 class ReportError(EngineBroke):
     """An encoder answered, but what it reports can't be used: no other encoder would mend that."""
 
 
-T = TypeVar("T")
 Json = dict[str, Any]
 Key = tuple[str, str]
 """Kind and uuid: items that share it are one item."""
@@ -88,7 +93,7 @@ class MediaRequest:
 
     def __init__(self, body: bytes) -> None:
         """Raises BadRequest where `messages` is no list, a media part is none, or either can't be read."""
-        self._fields: dict[str, msgspec.Raw] = _decoded(body, "The request body", dict[str, msgspec.Raw])
+        self._fields = members_of(body)
         self._messages = self._decoded("messages")
         self.items = tuple(find_items(self._messages))
         options = self._decoded("mm_processor_kwargs") if self.items else None
@@ -99,7 +104,7 @@ class MediaRequest:
 
     def _decoded(self, name: str) -> Any:
         raw = self._fields.get(name)
-        return None if raw is None else _decoded(raw, name, object)
+        return None if raw is None else value_of(raw, name)
 
     @property
     def distinct_items(self) -> list[Item]:
@@ -121,7 +126,7 @@ class MediaRequest:
         if consumer_zmq is not None:
             ids = [{"transfer_id": transfer_id} for transfer_id in group.transfer_ids]
             body["ec_transfer_params"] = {"consumer_zmq": consumer_zmq, "ec_items": ids}
-        return _encoded(body)
+        return encoded(body)
 
     def with_reports(self, reports: Mapping[Key, Report], *, rewrite: bool, to_consumer: bool) -> bytes:
         """The request for prefill or decode.
@@ -144,7 +149,7 @@ class MediaRequest:
         if handles:
             with_ids = {"ec_items": ids} if rewrite or to_consumer else {}
             fields["ec_transfer_params"] = handles | with_ids
-        return _encoded(fields)
+        return encoded(fields)
 
     def _rewritten(self, reports: Mapping[Key, Report]) -> Any:
         # vLLM lines audio features up with what is left of them: a mixture of embeddings and raw media
@@ -165,23 +170,6 @@ class MediaRequest:
                 part = {"type": embeds, embeds: values, "uuid": item.uuid}
             messages[item.message]["content"][item.part] = part
         return messages
-
-
-def _decoded(raw: bytes | msgspec.Raw, name: str, kind: type[T]) -> T:
-    # What the peek has only skipped over is looked at here for the first time: UTF-8, sizes of numbers.
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise BadRequest(f"{name} is not valid JSON: {e}") from e
-    except RecursionError as e:
-        raise BadRequest(f"{name} is nested too deeply") from e
-
-
-def _encoded(value: object) -> bytes:
-    try:
-        return msgspec.json.encode(value)
-    except RecursionError as e:
-        raise BadRequest("The request body is nested too deeply") from e
 
 
 def may_have_media(body: bytes) -> bool:
@@ -281,6 +269,7 @@ def read_reports(group: Group, answer: bytes, *, audio_in_video: bool, to_consum
         return {}
     by_index = _by_index(group, entries) if len(group.items) > 1 else {}
     reports: dict[Key, Report] = {}
+    numbers = 0
     for position, item in enumerate(group.items):
         if position in by_index:
             found = by_index[position]
@@ -292,7 +281,10 @@ def read_reports(group: Group, answer: bytes, *, audio_in_video: bool, to_consum
             continue  # a video and its own sound: two features of one part, which nothing here can tell apart
         else:
             raise ReportError(f"encoder {group.url}: its metadata can't be matched with the items it got")
-        reports[item.key] = Report(found, entries[found], group.transfer_ids[position])
+        reports[item.key] = report = Report(found, entries[found], group.transfer_ids[position])
+        numbers += sum(map(_size, report.metadata.values()))  # one entry may stand for many items
+        if numbers > MOST_NUMBERS:
+            raise ReportError(f"encoder {group.url}: {TOO_MANY_NUMBERS}")
     return reports
 
 
@@ -305,10 +297,18 @@ def _entries(answer: Any) -> dict[str, Json]:
         return {}
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise ValueError("its ec_transfer_params is no object of objects")
+    numbers = 0
     for entry in entries.values():
         metadata = entry.get("metadata")
-        if metadata is not None and not (isinstance(metadata, dict) and all(map(_is_numeric, metadata.values()))):
-            raise ValueError("its metadata must be arrays of numbers")
+        if metadata is None:
+            continue
+        if not isinstance(metadata, dict) or not all(isinstance(values, list) for values in metadata.values()):
+            raise ValueError(NO_METADATA)
+        numbers += sum(map(_size, metadata.values()))
+        if numbers > MOST_NUMBERS:
+            raise ValueError(TOO_MANY_NUMBERS)
+        if not all(map(_is_numeric, metadata.values())):
+            raise ValueError(NO_METADATA)
     return entries
 
 
@@ -331,10 +331,17 @@ def _plain_pair(entries: Mapping[str, Json]) -> bool:
     return len(entries) == 2 and all(entry.keys() <= {"metadata", "item_indices"} for entry in entries.values())
 
 
-def _is_numeric(value: Any) -> bool:
-    return isinstance(value, list) and all(
+def _size(values: list[Any]) -> int:
+    """How many numbers there may be; a list of too many is not looked into."""
+    if len(values) > MOST_NUMBERS:
+        return len(values)
+    return sum(len(element) if isinstance(element, list) else 1 for element in values)
+
+
+def _is_numeric(values: list[Any]) -> bool:
+    return all(
         isinstance(number, (int, float)) and not isinstance(number, bool)
-        for element in value
+        for element in values
         for number in (element if isinstance(element, list) else [element])
     )
 

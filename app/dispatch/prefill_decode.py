@@ -1,126 +1,111 @@
-"""Prefill and decode on two nodes, the KV cache handed over as vLLM's NIXL connector pulls it.
+"""Split serving: prefill on one node, decode on another, both held from one moment on.
 
-The prefill node gets the request with one token to make, and names in `kv_transfer_params` where the
-cache lies; the decode node gets the client's request with that object in it. One after the other.
-
-Source: the NIXL toy proxy and the encoder-disaggregation proxy in vLLM; docs/epd.md shows the bodies.
+Takes the pair and leaves the rest to the protocol by which its engines hand the KV cache over. It must not know
+Redis or Starlette.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import msgspec
-
-from app.dispatch.answer import Answer, EngineRequest
+from app.dispatch.answer import Answer, EngineRequest, Held
 from app.dispatch.caller import Caller
-from app.dispatch.hybrid import candidates
-from app.errors import EngineBroke
+from app.dispatch.handover.lmdeploy import HeldDummy
+from app.dispatch.handover.protocol import Protocol
+from app.dispatch.hybrid import HeldNode, candidates
+from app.dispatch.pair import Pair
+from app.errors import ModelNotFound, NoNodeAvailable
 from app.nodes import Role
-from app.store.ledger import Ledger, Ticket
-
-PREFILL_ANSWER_LIMIT_BYTES = 64 * 2**20
-ASK_FOR_PARAMS = msgspec.json.encode(
-    {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    }
-)
-NOT_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens", "n", "best_of")
-"""What one token without a stream can't honour, or what an engine refuses beside it."""
+from app.store.handovers import Handovers
+from app.store.ledger import Ledger
+from app.store.registry import Registry
 
 
-class _PrefillAnswer(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+@dataclass(frozen=True, slots=True)
+class SplitRules:
+    """From settings.
+
+    fallback: a decode node serves alone where no prefill node can.
+    dummy: LMDeploy's --dummy-prefill, with the number of the migration protocol; None = off.
+    """
+
+    fallback: bool
+    dummy: int | None
 
 
 class PrefillDecode:
     """The use case; one per worker."""
 
-    def __init__(self, *, ledger: Ledger, caller: Caller) -> None:
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        ledger: Ledger,
+        caller: Caller,
+        protocol: Protocol,
+        figures: Handovers,
+        rules: SplitRules,
+    ) -> None:
+        self._registry = registry
         self._ledger = ledger
         self._caller = caller
+        self._protocol = protocol
+        self._figures = figures
+        self._rules = rules
 
     async def open(self, request: EngineRequest) -> Answer:
-        """As `Hybrid.open`; a prefill that fails is the answer, and decode is not called."""
+        """As `Hybrid.open`; what isn't generated token by token (embeddings, ...) goes whole to a decode node.
+
+        Prefill's failure is the answer, and decode is not called, or no longer.
+        """
+        if request.path.partition(b"?")[0] not in self._protocol.paths:
+            return await (await self._take_decode(request.model)).send(request)
         return await (await self.take(request.model)).send(request)
 
-    async def take(self, model: str, *, only: str | None = None) -> HeldPair:
-        decode = await self._ledger.acquire(candidates(model, Role.Decode, only=only))
+    async def take(self, model: str, *, only: str | None = None) -> Held:
+        if self._rules.dummy is not None:
+            ticket = await self._ledger.acquire(candidates(model, Role.Decode, only=only))
+            return HeldDummy(ticket, self._caller, self._rules.dummy)
         try:
-            prefill = await self._ledger.acquire(candidates(model, Role.Prefill))
-        except BaseException:
-            decode.release(succeeded=False)
-            raise
-        return HeldPair(prefill, decode, self._caller)
+            prefill, decode = await self._ledger.acquire_each(
+                candidates(model, Role.Prefill), candidates(model, Role.Decode, only=only)
+            )
+        except NoNodeAvailable:
+            if not self._rules.fallback or self._has_prefill(model):
+                raise
+            held = await self._take_decode(model)
+            self._figures.count("prefill_fallback")
+            return held
+        return HeldPair(Pair(model, prefill, decode, ledger=self._ledger, figures=self._figures), self._protocol)
+
+    async def _take_decode(self, model: str) -> HeldNode:
+        return HeldNode(await self._ledger.acquire(candidates(model, Role.Decode)), self._caller)
+
+    def _has_prefill(self, model: str) -> bool:
+        try:
+            self._registry.snapshot.pool(model, Role.Prefill)
+        except (ModelNotFound, NoNodeAvailable):
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)
 class HeldPair:
-    """The two nodes of one request, each counted."""
+    """The two nodes of one request."""
 
-    prefill: Ticket
-    decode: Ticket
-    caller: Caller
+    pair: Pair
+    protocol: Protocol
 
     @property
     def url(self) -> str:
-        return self.decode.url
+        return self.pair.decode.url
 
     async def send(self, request: EngineRequest) -> Answer:
         try:
-            prefilled = await self._prefill(request)
-            if isinstance(prefilled, Answer):
-                self.give_back()
-                return prefilled
-            response = await self.caller.send(self.decode.url, replace(request, body=prefilled))
+            return await self.protocol.run(self.pair, request)
         except BaseException:
             self.give_back()
             raise
-        return Answer(response, self.decode.url, (self.decode,))
-
-    async def _prefill(self, request: EngineRequest) -> Answer | bytes:
-        """The body for decode; or the prefill node's own failure, as the client gets it."""
-        url, succeeded = self.prefill.url, False
-        try:
-            whole = await self.caller.fetch(
-                url, replace(request, body=for_prefill(request.body)), limit_bytes=PREFILL_ANSWER_LIMIT_BYTES
-            )
-            if whole.status >= 400:
-                return Answer(whole, url, ())
-            try:
-                params = msgspec.json.decode(whole.body, type=_PrefillAnswer).kv_transfer_params
-            except (msgspec.DecodeError, RecursionError) as e:
-                raise EngineBroke(f"engine {url} broke off: its prefill answer is no JSON object") from e
-            succeeded = True
-            return for_decode(request.body, params)
-        finally:
-            self.prefill.release(succeeded=succeeded)
 
     def give_back(self) -> None:
-        self.prefill.release(succeeded=False)
-        self.decode.release(succeeded=False)
-
-
-def for_prefill(body: bytes) -> bytes:
-    """The request with one token to make, asking where the cache will lie."""
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    for name in NOT_FOR_PREFILL:
-        fields.pop(name, None)
-    one, no = msgspec.Raw(b"1"), msgspec.Raw(b"false")
-    fields |= {"stream": no, "max_tokens": one, "kv_transfer_params": msgspec.Raw(ASK_FOR_PARAMS)}
-    if "max_completion_tokens" in fields:
-        fields["max_completion_tokens"] = one
-    return msgspec.json.encode(fields)
-
-
-def for_decode(body: bytes, params: msgspec.Raw) -> bytes:
-    """The client's request with the place of the cache; without one decode computes it again."""
-    if bytes(params).translate(None, b" \t\r\n") in (b"null", b"{}"):
-        return body
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    return msgspec.json.encode(fields | {"kv_transfer_params": params})
+        self.pair.give_back()

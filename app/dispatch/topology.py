@@ -17,6 +17,9 @@ from app.errors import BadRequest, ConfigurationError
 from app.nodes import Role
 from app.settings import Settings
 
+FOR_ENCODERS = ("nixl", "mooncake")
+"""Hand-overs of engines that take what encoders made: vLLM's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:
@@ -25,6 +28,7 @@ class Topology:
     split: bool
     protocol: str
     expects_encoders: bool
+    dummy_prefill: bool = False
     named: bool = True  # by flags, so that a node of the other kind is a mistake
 
     @classmethod
@@ -56,14 +60,26 @@ class Topology:
         Consumers(settings.decode_servers_urls, settings.ec_consumer_zmq_addrs, settings.ec_consumer_dp_size)
         vllm = bool(settings.encode_servers_urls or prefill)
         named = split or vllm or bool(settings.decode_servers_urls)
-        return cls(split, "nixl" if vllm else settings.pd_protocol, bool(settings.encode_servers_urls), named)
+        protocol = settings.pd_protocol if settings.pd_protocol != "auto" else "nixl" if vllm else "lmdeploy"
+        if split and settings.encode_servers_urls and protocol not in FOR_ENCODERS:
+            raise ConfigurationError(
+                f"--pd-protocol {protocol} can't be used with --encode-servers-urls, which names vLLM's nodes; "
+                "they hand the KV cache over by nixl or mooncake"
+            )
+        dummy = split and settings.dummy_prefill and protocol == "lmdeploy"
+        return cls(split, protocol, bool(settings.encode_servers_urls), dummy_prefill=dummy, named=named)
 
     def check(self, role: Role, *, field: str = "status.role") -> None:
         """Raises BadRequest for a role that this deployment can't use."""
         if self.split and role is Role.Hybrid:
             raise BadRequest(
                 "A Hybrid node can't be used while prefill and decode are separate (--serving-strategy DistServe); "
-                "allowed are Prefill, Decode, Encode",
+                f"allowed are Prefill, Decode{', Encode' if self.protocol in FOR_ENCODERS else ''}",
+                param=field,
+            )
+        if self.split and role is Role.Encode and self.protocol not in FOR_ENCODERS:
+            raise BadRequest(
+                f"An Encode node can't be used with --pd-protocol {self.protocol}; allowed are Prefill, Decode",
                 param=field,
             )
         if not self.split and self.named and role is Role.Prefill:
@@ -77,6 +93,10 @@ class Topology:
     def needed(self) -> tuple[tuple[Role, ...], ...]:
         """What has to be ready to serve: one role of each group."""
         answering: tuple[tuple[Role, ...], ...] = (
-            ((Role.Prefill,), (Role.Decode,)) if self.split else ((Role.Hybrid, Role.Decode),)
+            ((Role.Hybrid, Role.Decode),)
+            if not self.split
+            else ((Role.Decode,),)
+            if self.dummy_prefill
+            else ((Role.Prefill,), (Role.Decode,))
         )
         return (*answering, (Role.Encode,)) if self.expects_encoders else answering

@@ -11,6 +11,7 @@ Source: lmdeploy/serve/proxy/proxy.py (0.18.0).
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from app.dispatch.topology import Topology
-from app.errors import BadRequest, EngineTimeout, EvenhandError, NoNodeAvailable, NotBuilt, NotFound, UpstreamError
+from app.errors import BadRequest, EngineTimeout, EvenhandError, NoNodeAvailable, NotFound, UpstreamError
 from app.http.answers import json_object
 from app.http.ports import Engines, NodeRegistry
 from app.nodes import Node, Role, State, normalise_url, parse_models, parse_role, parse_speed
@@ -45,6 +46,7 @@ class Registration:
     models: tuple[str, ...] | None
     speed: float | None
     key: str | None
+    bootstrap_port: int | None
 
 
 def parse_registration(body: dict[str, Any], known: Node | None) -> Registration:
@@ -71,7 +73,17 @@ def parse_registration(body: dict[str, Any], known: Node | None) -> Registration
         models=given_models or None,
         speed=given_speed if given_speed is not None else known.speed if known else None,
         key=parse_key(body.get("key")),
+        bootstrap_port=parse_port(status.get("bootstrap_port"), known),
     )
+
+
+def parse_port(value: object, known: Node | None) -> int | None:
+    """The port of a prefill node's bootstrap server; as it is known where it is not given."""
+    if value is None:
+        return known.bootstrap_port if known else None
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 65535:
+        return value
+    raise BadRequest("status.bootstrap_port must be a whole number from 1 to 65535", param="status.bootstrap_port")
 
 
 def parse_key(value: object) -> str | None:
@@ -145,6 +157,8 @@ class Admin:
                     "reason": entry.node.reason,
                     "role_name": entry.node.role.name,
                     "static": entry.node.static,
+                    "bootstrap_port": entry.node.bootstrap_port,
+                    "stages": entry.stages,
                     "registered_at_ms": entry.node.registered_at_ms,
                     "state_since_ms": entry.node.state_since_ms,
                     "drain_until_ms": entry.node.drain_until_ms or None,
@@ -166,7 +180,13 @@ class Admin:
         if models is None:
             models, asked = await self._ask_models(wanted), True
         await self._registry.add(
-            wanted.url, role=wanted.role, models=models, speed=wanted.speed, key=wanted.key, asked=asked
+            wanted.url,
+            role=wanted.role,
+            models=models,
+            speed=wanted.speed,
+            key=wanted.key,
+            asked=asked,
+            bootstrap_port=wanted.bootstrap_port,
         )
         return JSONResponse("Added successfully")
 
@@ -210,15 +230,19 @@ class Admin:
         return JSONResponse("All nodes terminated successfully")
 
     async def profile(self, request: Request) -> Response:
-        """POST /start_profile, /stop_profile: to every node of every role, with each one's answer."""
-        path = request.url.path
+        """POST /start_profile, /stop_profile: to every node of every role, with each one's answer.
 
+        Engines have options of their own there (SGLang's `num_steps`), so a body goes along.
+        """
+        path = request.url.path
+        options = await json_object(request)
+        body = json.dumps(options).encode() if options else b""
         nodes = self._registry.snapshot.nodes  # as they are now: one may be removed while others are asked
 
         async def one(url: str) -> dict[str, Any]:
             role = nodes[url].role.name
             try:
-                status, text = await self._engines.post(url, path, self._key_of(url))
+                status, text = await self._engines.profile(url, path, self._key_of(url), body)
             except UpstreamError as e:
                 return {"role": role, "status": None, "answer": e.message}
             return {"role": role, "status": status, "answer": text}
@@ -240,10 +264,6 @@ class Admin:
 
         urls = [url for url, node in self._registry.snapshot.nodes.items() if node.state != State.GONE]
         return dict(zip(urls, await asyncio.gather(*map(one, urls)), strict=True))
-
-    async def distserve(self, request: Request) -> Response:
-        """POST /distserve/*: link set-up between prefill and decode engines."""
-        raise NotBuilt("DistServe serving is not built in this version.")
 
     async def _ask_models(self, wanted: Registration) -> tuple[str, ...]:
         key = wanted.key or self._key_of(wanted.url)

@@ -41,6 +41,7 @@ _OURS_TO_ENGINE = frozenset(
         b"x-forwarded-host",
         b"x-forwarded-proto",
         b"x-request-id",
+        b"x-lmdeploy-distserve-proxy",  # by which LMDeploy knows that migration fields come from its proxy
     )
 )
 

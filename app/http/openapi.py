@@ -311,8 +311,17 @@ def _profile(summary: str, identifier: str) -> Schema:
         summary,
         identifier,
         ok=_answer("By node URL. At least one node took it; a failure of another stands beside it.", _json(answers)),
-        errors=("401", "403", "502", "503"),
-        description="The same call, without a body, to all nodes that are not gone, side by side.",
+        errors=("400", "401", "403", "413", "502", "503"),
+        requestBody={
+            "content": _json(
+                {
+                    "type": "object",
+                    "description": "The engines' own options, such as SGLang's num_steps.",
+                    "default": {},
+                }
+            )
+        },
+        description="The same call, with its body, to all nodes that are not gone, side by side.",
         security=_ADMIN,
     )
 

@@ -7,7 +7,7 @@ The real ones are `app.store.registry.Registry`, `app.dispatch.hybrid.Hybrid` an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from app.dispatch.answer import Answer, EngineRequest
 from app.nodes import Node, Role
@@ -20,6 +20,16 @@ class Dispatcher(Protocol):
     """A serving mode: chooses an engine for a request and opens its answer."""
 
     async def open(self, request: EngineRequest) -> Answer: ...
+
+
+class LinkKeeper(Protocol):
+    """Links between prefill and decode engines; every coroutine may raise StoreUnavailable."""
+
+    async def warm_up(self) -> dict[str, Any]: ...
+
+    async def collect(self) -> dict[str, Any]: ...
+
+    async def table(self) -> dict[str, Any]: ...
 
 
 class SnapshotView(Protocol):
@@ -50,6 +60,7 @@ class NodeRegistry(Protocol):
         key: str | None,
         asked: bool = False,
         static: bool = False,
+        bootstrap_port: int | None = None,
     ) -> None: ...
 
     async def remove(self, url: str) -> bool: ...
@@ -66,4 +77,4 @@ class Engines(Protocol):
 
     async def terminate(self, url: str, key: str | None) -> None: ...
 
-    async def post(self, url: str, path: str, key: str | None) -> tuple[int, str]: ...
+    async def profile(self, url: str, path: str, key: str | None, body: bytes) -> tuple[int, str]: ...

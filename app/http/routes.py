@@ -22,12 +22,13 @@ from app.http.admin import Admin
 from app.http.answers import on_client_left, on_evenhand_error, on_fault, on_http_exception
 from app.http.auth import Authority
 from app.http.body import ClientLeft
+from app.http.distserve import DistServeRoutes
 from app.http.docs_page import DocsPage
 from app.http.headers import CLOSE, request_id
 from app.http.health import Health
 from app.http.interrupt import Running
 from app.http.models import Models
-from app.http.ports import Dispatcher, Engines, NodeRegistry
+from app.http.ports import Dispatcher, Engines, LinkKeeper, NodeRegistry
 from app.http.proxy import Proxy
 
 if TYPE_CHECKING:
@@ -87,16 +88,18 @@ def build_app(
     *,
     settings: Settings,
     registry: NodeRegistry,
-    hybrid: Dispatcher,
+    dispatcher: Dispatcher,
     engine_client: Engines,
     store_ok: Callable[[], str | None],
+    links: LinkKeeper | None = None,
     lifespan: Lifespan[Starlette] | None = None,
 ) -> HttpFace:
     """The ASGI application.
 
     Args:
-        hybrid: what opens `POST /v1/*`: the dispatcher of the serving strategy.
+        dispatcher: what opens `POST /v1/*`.
         store_ok: None while Redis can be used, else the reason why it can't; called by `/ready`.
+        links: what `/distserve/*` asks; None where engines are not linked.
         lifespan: starts and stops what `app.main` has wired.
     """
     running = Running()
@@ -107,7 +110,7 @@ def build_app(
         trusted_networks=settings.trusted_nodes,
     )
     proxy = Proxy(
-        dispatcher=hybrid,
+        dispatcher=dispatcher,
         authority=authority,
         running=running,
         max_body_bytes=settings.max_body_size,
@@ -122,7 +125,7 @@ def build_app(
         topology=topology,
     )
     health = Health(registry=registry, running=running, topology=topology, store_ok=store_ok)
-    models, docs = Models(registry), DocsPage()
+    models, docs, distserve = Models(registry), DocsPage(), DistServeRoutes(links)
     for_clients, for_admins = _for_clients(authority), _for_admins(authority)
     # A HEAD, which Starlette would answer like the GET, must not empty the deployment.
     terminate_all = Route("/nodes/terminate_all", for_admins(admin.terminate_all), methods=["GET"])
@@ -141,8 +144,9 @@ def build_app(
             terminate_all,
             Route("/start_profile", for_admins(admin.profile), methods=["POST"]),
             Route("/stop_profile", for_admins(admin.profile), methods=["POST"]),
-            Route("/distserve/connection_warmup", for_admins(admin.distserve), methods=["POST"]),
-            Route("/distserve/gc", for_admins(admin.distserve), methods=["POST"]),
+            Route("/distserve/connection_warmup", for_admins(distserve.warm_up), methods=["POST"]),
+            Route("/distserve/gc", for_admins(distserve.collect), methods=["POST"]),
+            Route("/distserve/links", for_admins(distserve.links), methods=["GET"]),
             Route("/health", health.health, methods=["GET"]),
             Route("/ready", health.ready, methods=["GET"]),
             Route("/", docs.page, methods=["GET"]),

@@ -6,6 +6,9 @@ so that every script may touch any of them, and several deployments can share on
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 
 class Keys:
     """Key names of one deployment. `lua/README.md` is the dictionary: type and meaning of each."""
@@ -25,6 +28,9 @@ class Keys:
         self.prober = p + "prober"
         self.encoder_cursor = p + "encoder_cursor"
         self.encoder_credit = p + "encoder_credit"
+        self.links = p + "links"
+        self.migrations = p + "migrations"
+        self.handovers = p + "handovers"
 
     def node(self, url: str) -> str:
         return f"{self.prefix}node:{url}"
@@ -35,6 +41,49 @@ class Keys:
 
     def latency(self, url: str) -> str:
         return f"{self.prefix}latency:{url}"
+
+    def stages(self, url: str) -> str:
+        """Time that the stages of split requests took at the node."""
+        return f"{self.prefix}stages:{url}"
+
+
+class Shape(NamedTuple):
+    """What a key must hold: its type as Redis's TYPE says it, and what its values are (see heal_keys.lua)."""
+
+    type: str
+    values: str
+
+
+def shapes(keys: Keys) -> dict[str, Shape]:
+    """Key -> shape of all keys that a deployment has once. `events` is a channel, no key."""
+    return {
+        keys.version: Shape("string", "count"),
+        keys.nodes: Shape("set", "registry"),
+        keys.engine_keys: Shape("hash", "registry"),
+        keys.workers: Shape("zset", "instant"),
+        keys.sessions: Shape("hash", "count"),
+        keys.unfinished: Shape("hash", "count"),
+        keys.latency_mean: Shape("hash", "seconds"),
+        keys.explored: Shape("hash", "count"),
+        keys.last_success: Shape("hash", "instant"),
+        keys.prober: Shape("string", "text"),
+        keys.encoder_cursor: Shape("string", "count"),
+        keys.encoder_credit: Shape("hash", "number"),
+        keys.links: Shape("hash", "text"),
+        keys.migrations: Shape("hash", "text"),
+        keys.handovers: Shape("hash", "count"),
+    }
+
+
+def shapes_of(keys: Keys, urls: Iterable[str], workers: Iterable[str]) -> dict[str, Shape]:
+    """The same of the keys that each node and each worker has."""
+    urls = list(urls)
+    return (
+        {keys.node(url): Shape("hash", "registry") for url in urls}
+        | {keys.latency(url): Shape("list", "seconds") for url in urls}
+        | {keys.stages(url): Shape("hash", "number") for url in urls}
+        | {keys.ledger(worker): Shape("hash", "count") for worker in workers}
+    )
 
 
 def of_worker_given_up(keys: Keys, worker: str) -> tuple[str, ...]:
@@ -54,4 +103,5 @@ def of_node_removed(keys: Keys, url: str) -> tuple[str, ...]:
         keys.explored,
         keys.last_success,
         keys.unfinished,
+        keys.stages(url),
     )

@@ -51,6 +51,10 @@ BACKOFF_S = (0.05, 1.0)
 Select = Callable[[Snapshot], Pool]
 
 
+def _ignore(reply: Reply) -> None:
+    """What a note has for an answer: a lost one is mended by whoever finds the trace, or is only a figure."""
+
+
 class Ticket:
     """One counted request on `url`. `release` gives the count back: once, at once, never failing."""
 
@@ -153,14 +157,26 @@ class Ledger:
         Raises whatever `select` raises (no such model, no node); never because of Redis.
         """
 
-        def arguments(pool: Pool) -> list[Argument]:
-            return [repr(self._draws.random()), repr(self._draws.random()), *pool.arguments]
-
-        def read(pool: Pool, reply: list[int]) -> list[str]:
-            return [pool.urls[reply[1] - 1]]
-
-        (ticket,) = await self._acquire(select, self._acquire_script, self._acquire_keys, arguments, read, self._choose)
+        (ticket,) = await self.acquire_each(select)
         return ticket
+
+    async def acquire_each(self, *selects: Select) -> list[Ticket]:
+        """Choose a node from each `select(snapshot)` and count one request on each, all in one step.
+
+        Returns:
+            One ticket per select, in order. Raises as `acquire`.
+        """
+
+        def arguments(pools: Sequence[Pool]) -> list[Argument]:
+            parts: list[Argument] = []
+            for pool in pools:
+                parts += [len(pool.urls), repr(self._draws.random()), repr(self._draws.random()), *pool.arguments]
+            return parts
+
+        def read(pools: Sequence[Pool], reply: list[int]) -> list[str]:
+            return [pool.urls[index - 1] for pool, index in zip(pools, reply[2:], strict=True)]
+
+        return await self._acquire(selects, self._acquire_script, self._acquire_keys, arguments, read, self._choose)
 
     async def acquire_encoders(self, select: Select, items: int) -> list[Ticket]:
         """Give each of `items` media items an encoder and count it there, all in one step.
@@ -169,41 +185,41 @@ class Ledger:
             One ticket per item, in order. Raises as `acquire`.
         """
 
-        def arguments(pool: Pool) -> list[Argument]:
-            return [items, *pool.arguments]
+        def arguments(pools: Sequence[Pool]) -> list[Argument]:
+            return [items, *pools[0].arguments]
 
-        def read(pool: Pool, reply: list[int]) -> list[str]:
-            return [pool.urls[index - 1] for index in reply[3:]]
+        def read(pools: Sequence[Pool], reply: list[int]) -> list[str]:
+            return [pools[0].urls[index - 1] for index in reply[3:]]
 
-        def locally(pool: Pool) -> list[str]:
-            return self._assign(pool, items)
+        def locally(pools: Sequence[Pool]) -> list[str]:
+            return self._assign(pools[0], items)
 
-        return await self._acquire(select, self._encoders_script, self._encoders_keys, arguments, read, locally)
+        return await self._acquire((select,), self._encoders_script, self._encoders_keys, arguments, read, locally)
 
     async def _acquire(
         self,
-        select: Select,
+        selects: Sequence[Select],
         script: Script,
         names: tuple[str, ...],
-        arguments: Callable[[Pool], list[Argument]],
-        read: Callable[[Pool, list[int]], list[str]],
-        locally: Callable[[Pool], list[str]],
+        arguments: Callable[[Sequence[Pool]], list[Argument]],
+        read: Callable[[Sequence[Pool], list[int]], list[str]],
+        locally: Callable[[Sequence[Pool]], list[str]],
     ) -> list[Ticket]:
         """Follow the registry until the decision is made on its current version; else decide locally."""
         for attempt in range(STALE_TRIES):
             try:
-                pool = select(self._registry.snapshot)
+                pools = self._select(selects)
             except (ModelNotFound, NoNodeAvailable):
                 # Before it is turned away: another worker may have added or revived a node just now.
                 await self._look_again()
-                pool = select(self._registry.snapshot)
+                pools = self._select(selects)
             while self._restated is not None:
                 await asyncio.shield(self._restated)
             if self._pipeline is None:
                 break
-            version = "" if attempt == STALE_TRIES - 1 else str(pool.version)
-            command = script.evalsha(names, (self.worker, self._generation, version, *arguments(pool)))
-            code, urls = await self._count(script, command, pool, read)
+            version = "" if attempt == STALE_TRIES - 1 else str(pools[0].version)
+            command = script.evalsha(names, (self.worker, self._generation, version, *arguments(pools)))
+            code, urls = await self._count(script, command, pools, read)
             if code == Code.DONE:
                 return [Ticket(self, url) for url in urls]
             if code == Code.STALE:
@@ -213,13 +229,17 @@ class Ledger:
                     break
             elif code is None:
                 break
-        urls = locally(select(self._registry.snapshot))
+        urls = locally(self._select(selects))
         for url in urls:
             self._add(url)
         # Redis may have come back since this was decided to be local: then it must hear of it.
         if self._pipeline is not None:
             self._restate_soon()
         return [Ticket(self, url) for url in urls]
+
+    def _select(self, selects: Sequence[Select]) -> list[Pool]:
+        snapshot = self._registry.snapshot
+        return [select(snapshot) for select in selects]
 
     async def _look_again(self) -> None:
         if self._pipeline is not None:
@@ -230,8 +250,8 @@ class Ledger:
         self,
         script: Script,
         command: tuple[Argument, ...],
-        pool: Pool,
-        read: Callable[[Pool, list[int]], list[str]],
+        pools: Sequence[Pool],
+        read: Callable[[Sequence[Pool], list[int]], list[str]],
     ) -> tuple[Code | None, list[str]]:
         """One acquire on the wire: the code, None without an answer, and what it counted."""
         future: asyncio.Future[tuple[Code | None, list[str]]] = asyncio.get_running_loop().create_future()
@@ -245,7 +265,7 @@ class Ledger:
                 reply = StoreUnavailable("Redis lost the scripts and then the connection")
             self._acquiring -= 1
             code = self._read_code(reply)
-            urls = read(pool, reply) if code == Code.DONE else []
+            urls = read(pools, reply) if code == Code.DONE else []
             for url in urls:
                 self._add(url)
             if future.cancelled():
@@ -274,7 +294,7 @@ class Ledger:
             return None
         if reply[0] == Code.NOT_MEMBER:
             self._restate_soon()
-        if reply[2] != self._registry.snapshot.version:
+        if reply[1] != self._registry.snapshot.version:
             self._registry.refresh_soon()
         return Code(reply[0])
 
@@ -282,13 +302,16 @@ class Ledger:
         self.counts[url] = self.counts.get(url, 0) + 1
         self._changes += 1
 
-    def _choose(self, pool: Pool) -> list[str]:
-        candidates = [
-            Candidate(speed, self.counts.get(url, 0), self._mean_latency_s(url))
-            for url, speed in zip(pool.urls, pool.speeds, strict=True)
-        ]
-        index, _ = self._policy(candidates, (self._draws.random(), self._draws.random()))
-        return [pool.urls[index]]
+    def _choose(self, pools: Sequence[Pool]) -> list[str]:
+        urls = []
+        for pool in pools:
+            candidates = [
+                Candidate(speed, self.counts.get(url, 0), self._mean_latency_s(url))
+                for url, speed in zip(pool.urls, pool.speeds, strict=True)
+            ]
+            index, _ = self._policy(candidates, (self._draws.random(), self._draws.random()))
+            urls.append(pool.urls[index])
+        return urls
 
     def _assign(self, pool: Pool, items: int) -> list[str]:
         encoders = [
@@ -344,6 +367,13 @@ class Ledger:
             self._restate_soon()
         elif reply[1] != self._registry.snapshot.version:
             self._registry.refresh_soon()
+
+    # --- notes ------------------------------------------------------------------------------------
+
+    def note(self, *command: Argument) -> None:
+        """Send a command that nobody waits for, behind all that was sent before; lost while Redis is away."""
+        if self._pipeline is not None:
+            self._pipeline.submit(command, _ignore)
 
     # --- restate ----------------------------------------------------------------------------------
 
@@ -427,9 +457,14 @@ class Ledger:
                 await pipeline.call(("SCRIPT", "LOAD", script.text))
             # Wall-clock ms, so that a worker restarted under the same id is never behind itself.
             first, self._generation = not self._generation, max(self._generation + 1, time.time_ns() // 1_000_000)
+            # What brought us here may be a key that somebody wrote over: then the restate could fail as well.
+            with contextlib.suppress(StoreUnavailable):
+                await self._registry.heal()
             changes = self._changes
             reply = await pipeline.call(self._restate_command())
             if reply[0] != Code.DONE:
+                # This one is the newest: the number is somebody's edit, or of a clock that was ahead. Go beyond it.
+                self._generation = reply[2]
                 raise StoreUnavailable("a newer connection of this worker has spoken")
             if pipeline.lost is not None:
                 raise pipeline.lost

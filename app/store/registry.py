@@ -16,8 +16,9 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgpack
@@ -25,10 +26,11 @@ import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from app.errors import StoreUnavailable
-from app.nodes import Node, Role, State
+from app.errors import BadRequest, StoreUnavailable
+from app.nodes import Node, Role, State, parse_models, parse_speed
+from app.store.healing import heal
 from app.store.keys import Keys, of_node_removed
 from app.store.scripts import Argument, Code, Script
 from app.store.snapshot import Snapshot
@@ -45,11 +47,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """A node with its shared counts, as Redis has them now. `latency_s`: newest first."""
+    """A node with its shared counts, as Redis has them now. `latency_s`: newest first; `stages`: mean seconds
+    of each stage of split requests at the node, and how many there were."""
 
     node: Node
     unfinished: int
     latency_s: list[float]
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def node_to_fields(node: Node) -> dict[str, str]:
@@ -68,6 +72,8 @@ def node_to_fields(node: Node) -> dict[str, str]:
         "registered_at_ms": str(node.registered_at_ms),
         "state_since_ms": str(node.state_since_ms),
         "drain_until_ms": str(node.drain_until_ms),
+        "life": str(node.life),
+        "bootstrap_port": "" if node.bootstrap_port is None else str(node.bootstrap_port),
     }
 
 
@@ -77,8 +83,8 @@ def node_from_fields(url: str, fields: Mapping[str, str]) -> Node | None:
         return Node(
             url=url,
             role=Role(int(fields["role"])),
-            models=tuple(json.loads(fields["models"])),
-            speed=float(fields["speed"]) if fields.get("speed") else None,
+            models=parse_models(json.loads(fields["models"])),
+            speed=parse_speed(float(fields["speed"])) if fields.get("speed") else None,
             state=State(fields["state"]),
             static=fields.get("static") == "1",
             asked=fields.get("asked") == "1",
@@ -87,9 +93,11 @@ def node_from_fields(url: str, fields: Mapping[str, str]) -> Node | None:
             registered_at_ms=int(fields.get("registered_at_ms", 0)),
             state_since_ms=int(fields.get("state_since_ms", 0)),
             drain_until_ms=int(fields.get("drain_until_ms", 0)),
-            reason=fields.get("reason", ""),
+            reason=fields.get("reason", "").encode().decode(),  # raises where it is no UTF-8
+            life=int(fields.get("life", fields["incarnation"])),
+            bootstrap_port=int(fields["bootstrap_port"]) if fields.get("bootstrap_port") else None,
         )
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError, RecursionError, BadRequest):
         return None
 
 
@@ -102,9 +110,21 @@ def seconds(window: Iterable[str]) -> list[float]:
     return found
 
 
-def number(version: str | None) -> int:
-    """A version that is missing or no number is 0: lost, so that the snapshot is written back."""
-    return int(version) if version and version.isdecimal() else 0
+def means(sums: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """Mean and count of each stage, from HASH stages:<url>."""
+    found = {}
+    for name in sums:
+        stage = name.removesuffix("_s")
+        if stage != name:
+            with contextlib.suppress(ValueError, KeyError, ZeroDivisionError):
+                count = int(sums[f"{stage}_count"])
+                found[stage] = {"mean_s": round(float(sums[name]) / count, 6), "count": count}
+    return found
+
+
+def number(text: str | None) -> int:
+    """A count or a version; 0 where it is missing or not as INCR writes it: lost, what is true is written back."""
+    return int(text) if text and re.fullmatch(r"0|[1-9][0-9]{0,14}", text) else 0
 
 
 class Registry:
@@ -121,6 +141,7 @@ class Registry:
         self.redis = aioredis.Redis.from_url(
             redis_url,
             decode_responses=True,
+            encoding_errors="surrogateescape",  # what is no text must be readable too, else it could not be healed
             socket_timeout=timeout_s * 2,
             socket_connect_timeout=timeout_s * 2,
             # Once, and only for a pooled connection that Redis had closed meanwhile: these calls may run twice.
@@ -182,6 +203,9 @@ class Registry:
             version, nodes, damaged, engine_keys = await self._read()
             if version < self.snapshot.version:
                 await self._restore(repair=False)
+            elif version == self.snapshot.version == 0 and nodes:
+                # The version was lost while nobody was there who knew it: what is there is all that is known.
+                await self._guard(lambda: self.redis.incr(self._keys.version))
             elif version == self.snapshot.version and not damaged:
                 return
             elif damaged and version == self.snapshot.version:
@@ -194,7 +218,7 @@ class Registry:
         """Repair what somebody deleted or edited behind the version's back. Raises StoreUnavailable."""
         version, nodes, damaged, engine_keys = await self._read()
         mine = self.snapshot
-        if version != mine.version:
+        if version != mine.version or (version == 0 and nodes):
             await self.refresh()
         elif (damaged or nodes != mine.nodes or engine_keys != mine.engine_keys) and self.snapshot is mine:
             log.warning("the registry was damaged; it is written back as it was")
@@ -225,7 +249,9 @@ class Registry:
                     for url in urls:
                         pipe.hgetall(keys.node(url))
                     again, engine_keys, *hashes = await pipe.execute()
-                if again == version:
+                if version is not None and str(number(version)) != version:
+                    await self._heal()
+                elif again == version:
                     found = {url: node_from_fields(url, fields) for url, fields in zip(urls, hashes, strict=True)}
                     nodes = {url: node for url, node in found.items() if node is not None}
                     return number(version), nodes, len(nodes) != len(found), engine_keys
@@ -244,10 +270,11 @@ class Registry:
                 pipe.hgetall(keys.unfinished)
                 for url in nodes:
                     pipe.lrange(keys.latency(url), 0, -1)
-                counts, *windows = await pipe.execute()
+                    pipe.hgetall(keys.stages(url))
+                counts, *history = await pipe.execute()
             return {
-                url: NodeStatus(node, int(counts.get(url, 0)), seconds(window))
-                for (url, node), window in zip(nodes.items(), windows, strict=True)
+                url: NodeStatus(node, number(counts.get(url)), seconds(window), means(sums))
+                for (url, node), window, sums in zip(nodes.items(), history[::2], history[1::2], strict=True)
             }
 
         return await self._guard(read)
@@ -264,11 +291,14 @@ class Registry:
         key: str | None,
         asked: bool = False,
         static: bool = False,
+        bootstrap_port: int | None = None,
     ) -> None:
         """Register or update a node; pending until its next good probe. Raises StoreUnavailable."""
-        node = Node(url, role=role, models=models, speed=speed, asked=asked, static=static)
+        node = Node(
+            url, role=role, models=models, speed=speed, asked=asked, static=static, bootstrap_port=bootstrap_port
+        )
         fields = node_to_fields(node)
-        for given_by_script in ("order", "incarnation", "registered_at_ms", "state_since_ms"):
+        for given_by_script in ("order", "incarnation", "registered_at_ms", "state_since_ms", "life"):
             del fields[given_by_script]
         keys = self._keys
         names = (keys.nodes, keys.node(url), keys.version, keys.engine_keys)
@@ -369,7 +399,9 @@ class Registry:
 
     async def run(self, name: str, names: tuple[str, ...] | list[str], arguments: list[Argument]) -> Any:
         """Run one script over the management connection. Raises RedisError."""
-        script = self._scripts[name]
+        return await self._mended(lambda: self._execute(self._scripts[name], names, arguments))
+
+    async def _execute(self, script: Script, names: tuple[str, ...] | list[str], arguments: list[Argument]) -> Any:
         command = script.evalsha(names, arguments)
         execute: Callable[..., Awaitable[Any]] = self.redis.execute_command
         try:
@@ -377,13 +409,30 @@ class Registry:
         except NoScriptError:
             return await execute("EVAL", script.text, *command[2:])
 
+    async def heal(self) -> bool:
+        """Take away what somebody wrote over any key; returns whether there was something. Raises StoreUnavailable."""
+        return await self._guard(self._heal)
+
+    async def _heal(self) -> bool:
+        return await heal(self.redis, self._execute, self._scripts["heal_keys"], self._keys, self.snapshot.nodes)
+
+    async def _mended(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The result of `call`; where a damaged key made it fail, that of a second one, after healing."""
+        try:
+            return await call()
+        except ResponseError:
+            # Not by its text: Redis has one for each way in which a value can be wrong. And again even if nothing
+            # was found: another worker may have been faster.
+            await self._heal()
+            return await call()
+
     async def _guard(self, call: Callable[[], Awaitable[T]]) -> T:
         """Map the client library's errors to StoreUnavailable."""
         try:
             async with asyncio.timeout(self._timeout_s * 2):
                 await self._turns.acquire()
             try:
-                return await call()
+                return await self._mended(call)
             finally:
                 self._turns.release()
         except (RedisError, OSError, TimeoutError) as e:

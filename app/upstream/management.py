@@ -26,6 +26,8 @@ from app.upstream.failures import connect_failure
 
 _HEALTH_LIMIT_BYTES = 64 * 1024
 _MODELS_LIMIT_BYTES = 4 * 1024 * 1024  # an engine with thousands of adapters lists some hundred bytes for each
+_JSON_LIMIT_BYTES = 4 * 1024 * 1024  # transfer endpoints of an engine with many ranks
+_PROFILE_TIMEOUT_S = 1800.0  # vLLM writes its traces before it answers: 10 minutes after 100 requests, say its docs
 _WORD_LIMIT = 40  # letters of an engine's own word that are worth keeping
 _ASLEEP = frozenset({"sleeping", "initializing"})  # LMDeploy: the first comes with 200, the second with 503
 _SICK = frozenset({"unhealthy"})
@@ -63,14 +65,21 @@ class EngineClient:
     Args:
         probe_timeout_s: for `health` as a whole, its fall-back included.
         timeout_s: for `models` and `terminate`.
+        profile_timeout_s: for `profile`.
         tls: for https engines; None verifies against the system's certificates.
     """
 
     def __init__(
-        self, *, probe_timeout_s: float = 3.0, timeout_s: float = 10.0, tls: ssl.SSLContext | None = None
+        self,
+        *,
+        probe_timeout_s: float = 3.0,
+        timeout_s: float = 10.0,
+        profile_timeout_s: float = _PROFILE_TIMEOUT_S,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._probe_timeout_s = probe_timeout_s
         self._timeout_s = timeout_s
+        self._profile_timeout_s = profile_timeout_s
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
 
@@ -119,14 +128,34 @@ class EngineClient:
             hint = " (LMDeploy allows it with --allow-terminate-by-client only)" if status == 400 else ""
             raise UpstreamError(f"engine {url} answered {status} to /terminate{hint}")
 
-    async def post(self, url: str, path: str, key: str | None) -> tuple[int, str]:
-        """Status and text of a POST without a body, such as /start_profile.
+    async def profile(self, url: str, path: str, key: str | None, body: bytes) -> tuple[int, str]:
+        """Status and text of the engine's answer to /start_profile or /stop_profile.
+
+        Args:
+            body: JSON with the engine's own options, or empty.
 
         Raises:
             UpstreamError: it can't be reached.
         """
-        status, body = await self._ask("POST", url, path, key, self._timeout_s, _HEALTH_LIMIT_BYTES)
-        return status, body.decode(errors="replace")
+        status, answer = await self._ask("POST", url, path, key, self._profile_timeout_s, _HEALTH_LIMIT_BYTES, body)
+        return status, answer.decode(errors="replace")
+
+    async def ask_json(
+        self, method: str, url: str, path: str, key: str | None, payload: object = None, *, timeout_s: float
+    ) -> object:
+        """The JSON value that the engine answers with; `payload` is sent as JSON where it is given.
+
+        Raises:
+            UpstreamError: it can't be reached, answers with another status than 200, or with no JSON.
+        """
+        body = b"" if payload is None else msgspec.json.encode(payload)
+        status, answer = await self._ask(method, url, path, key, timeout_s, _JSON_LIMIT_BYTES, body)
+        if status != 200:
+            raise UpstreamError(f"engine {url} answered {status} to {path}: {answer[:200].decode(errors='replace')}")
+        try:
+            return msgspec.json.decode(answer)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+            raise EngineBroke(f"engine {url}: its answer to {path} is no JSON") from e
 
     async def close(self) -> None:
         if self._session is not None:
@@ -137,7 +166,7 @@ class EngineClient:
         return await self._ask("GET", url, path, key, timeout_s, limit)
 
     async def _ask(
-        self, method: str, url: str, path: str, key: str | None, timeout_s: float, limit: int
+        self, method: str, url: str, path: str, key: str | None, timeout_s: float, limit: int, content: bytes = b""
     ) -> tuple[int, bytes]:
         """Status and body of one request; at most `limit` bytes of a body are taken in.
 
@@ -145,12 +174,15 @@ class EngineClient:
             EngineBroke: also where the body is longer than `limit`.
         """
         headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        if content:
+            headers["Content-Type"] = "application/json"
         async with (
             _mapped(url, timeout_s),
             self._opened().request(
                 method,
                 URL(url + path, encoded=True),
                 headers=headers,
+                data=content or None,
                 allow_redirects=False,  # the key is for this engine and no other address
                 timeout=aiohttp.ClientTimeout(total=timeout_s or None),
             ) as answer,

@@ -116,6 +116,38 @@ def test_weighted_after_two_of_nginxs_items_stands_at_nginxs_credits() -> None:
     assert [encoder.credit for encoder in encoders] == [-4, 2, 2]
 
 
+def nginx(speeds: list[float], items: int) -> list[int]:
+    """ngx_http_upstream_get_peer, as it stands there: current weights without bound."""
+    current, picked = [0.0] * len(speeds), []
+    for _ in range(items):
+        best, total = 0, 0.0
+        for i, speed in enumerate(speeds):
+            current[i] += speed
+            total += speed
+            if current[i] > current[best]:
+                best = i
+        current[best] -= total
+        picked.append(best)
+    return picked
+
+
+@pytest.mark.parametrize(
+    "speeds",
+    [[5.0, 1.0, 1.0], [3.0, 10.0, 100.0, 7.0, 100.0, 0.1, 5.0, 5.0], [1 / n for n in range(1, 65)], [0.1, 100.0]],
+)
+def test_weighted_with_speeds_that_stay_never_meets_its_bound(speeds: list[float]) -> None:
+    assert weighted(of_speeds(*speeds), 0, 1000) == nginx(speeds, 1000)
+
+
+@pytest.mark.parametrize("credit", [1e9, float("inf"), -1e9, float("-inf"), float("nan")])
+def test_weighted_pays_two_rounds_of_an_old_debt_at_most(credit: float) -> None:
+    encoders = of_speeds(1, 1)
+    encoders[0].credit = credit
+    picked = weighted(encoders, 0, 20)
+    # 4 is owed to the first, or by it: shared by both in the end, so 2 items more or less than 10.
+    assert 8 <= picked.count(0) <= 12
+
+
 def test_weighted_goes_on_from_the_credits_that_it_finds() -> None:
     # (1, 1) with credits (-1, 0): (0, 1) b -> (0, -1); (1, 0) a -> (-1, 0)
     encoders = [Encoder(1, credit=-1), Encoder(1)]

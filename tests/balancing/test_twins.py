@@ -54,7 +54,7 @@ class Acquirer:
             pipe.execute()
         names = (keys.unfinished, keys.ledger("w"), keys.sessions, keys.version, keys.latency_mean, keys.explored)
         pool = [part for i, candidate in enumerate(candidates) for part in (f"http://n{i}", repr(candidate.speed))]
-        command = self.script.evalsha(names, ("w", 5, "3", repr(draws[0]), repr(draws[1]), *pool))
+        command = self.script.evalsha(names, ("w", 5, "3", len(candidates), *map(repr, draws), *pool))
         return self.client.execute_command(*command)
 
     def counts(self, name: str) -> dict[str, int]:
@@ -81,7 +81,7 @@ def acquirer(redis_server: PrivateRedis, policy: str) -> Iterator[Acquirer]:
 
 def check_twins(acquirer: Acquirer, policy: str, candidates: list[Candidate], draws: tuple[float, float]) -> None:
     index, exploring = POLICIES[policy](candidates, draws)
-    assert acquirer.acquire(candidates, draws) == [0, index + 1, 3]
+    assert acquirer.acquire(candidates, draws) == [0, 3, index + 1]
 
     expected = {f"http://n{i}": candidate.unfinished for i, candidate in enumerate(candidates)}
     expected[f"http://n{index}"] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -266,7 +266,13 @@ class FakeTaker:
         self.responses: list[FakeResponse] = []
 
     async def take(self, model: str, *, only: str | None = None) -> FakeHeld:
-        url = only if only in self._urls else self._urls[len(self.takes) % len(self._urls)]
+        return self._take(self._urls, only)
+
+    async def take_among(self, model: str, urls: Collection[str], *, only: str | None = None) -> FakeHeld:
+        return self._take([url for url in self._urls if url in urls], only)
+
+    def _take(self, urls: Sequence[str], only: str | None) -> FakeHeld:
+        url = only if only in urls else urls[len(self.takes) % len(urls)]
         self.takes.append(only)
         return FakeHeld(self, url, self._ledger._ticket(url))
 

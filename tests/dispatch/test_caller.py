@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.dispatch.answer import EngineRequest, Whole
-from app.dispatch.caller import Caller
+from app.dispatch.caller import AnswerTooLong, Caller
 from app.errors import EngineBroke, EngineRefused, EngineUnreachable, Headers
 from app.nodes import Node, Role
 from app.upstream.transport import Target, Timeouts
@@ -126,7 +126,7 @@ async def test_an_answer_that_is_read_here_is_not_asked_for_compressed() -> None
 
 async def test_an_answer_without_end_is_cut_off_at_the_limit() -> None:
     response = Endless()
-    with pytest.raises(EngineBroke, match="longer than 25 bytes"):
+    with pytest.raises(AnswerTooLong, match="longer than 25 bytes"):
         await caller_of(FakeTransport(response)).fetch(E0, REQUEST, limit_bytes=25)
     assert response.closed == 1
 

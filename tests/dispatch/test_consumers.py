@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from app.dispatch.consumers import Consumer, Consumers
-from app.errors import ConfigurationError, NoNodeAvailable
+from app.errors import ConfigurationError
 from tests.dispatch.fakes import D0, D1
 
 S0R0, S0R1, S1R0, S1R1 = "tcp://s0:1", "tcp://s0:2", "tcp://s1:1", "tcp://s1:2"
@@ -52,12 +52,18 @@ def test_any_other_number_of_addresses_is_a_configuration_error(
     assert "--ec-consumer-zmq-addrs" in caught.value.message
 
 
-@pytest.mark.parametrize("dp_size", [1, 4])
-def test_without_addresses_nothing_is_pushed(dp_size: int) -> None:
-    assert not Consumers([D0, D1], [], dp_size)
-    assert not Consumers([], [], dp_size)
+def test_one_address_for_two_replicas_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigurationError, match=f"--ec-consumer-zmq-addrs: {S0R0} is named twice"):
+        Consumers([D0, D1], [S0R0, S0R0], 1)
 
 
-def test_a_node_without_an_address_is_a_503_that_names_it() -> None:
-    with pytest.raises(NoNodeAvailable, match=f"the Decode node {D1}"):
-        Consumers([D0], [S0R0], 1).choose(D1)
+def test_without_addresses_nothing_is_pushed_and_ranks_have_no_meaning() -> None:
+    assert not Consumers([D0, D1], [], 1)
+    assert not Consumers([], [], 1)
+    with pytest.raises(ConfigurationError, match="--ec-consumer-dp-size is for --ec-consumer-zmq-addrs"):
+        Consumers([D0, D1], [], 2)
+
+
+def test_the_nodes_that_can_be_pushed_to_are_named() -> None:
+    assert set(Consumers([D0, D1], [S0R0, S1R0], 1).urls) == {D0, D1}
+    assert set(Consumers([D0, D1], [], 1).urls) == set()

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from app.dispatch import epd
 from app.dispatch.answer import Answer, EngineRequest, Outcome, Taker
+from app.dispatch.caller import AnswerTooLong
 from app.dispatch.consumers import Consumers
 from app.dispatch.epd import PATH, Epd, EpdRules
 from app.dispatch.hybrid import Hybrid
+from app.dispatch.media import ReportError
 from app.dispatch.prefill_decode import PrefillDecode
 from app.errors import (
     BadRequest,
@@ -71,11 +74,13 @@ class World:
         self.ledger = FakeLedger(self.registry)
         self.caller = FakeCaller()
         self.taker = FakeTaker(self.ledger, *takes)
+        served_by: Any = inner(self) if inner else self.taker
         self.epd = Epd(
             registry=self.registry,  # type: ignore[arg-type]
             ledger=self.ledger,  # type: ignore[arg-type]
             caller=self.caller,  # type: ignore[arg-type]
-            inner=inner(self) if inner else self.taker,
+            inner=served_by,
+            consumer_taker=served_by,
             rules=replace(RULES, **rules),
             consumers=consumers or Consumers((), (), 1),
             expects_encoders=expects_encoders,
@@ -212,6 +217,15 @@ async def test_one_call_is_one_latency_however_many_items_it_had() -> None:
     assert world.ledger.latencies == {E0: 2, D0: 1}
 
 
+async def test_an_answer_over_the_limit_is_a_502_and_not_tried_again() -> None:
+    world = World()
+    world.caller.behaviour[E0] = lambda call: AnswerTooLong("its answer is longer than 5 bytes")
+    with pytest.raises(ReportError, match="longer than 5 bytes") as caught:
+        await world.ask(image(0))
+    assert caught.value.status == 502 and len(world.caller.calls) == 1
+    assert world.ledger.unfinished == {}
+
+
 async def test_the_encoders_answers_are_read_up_to_a_limit() -> None:
     world = World()
     await world.served(image(0))
@@ -296,6 +310,14 @@ async def test_text_and_embeds_never_touch_an_encoder_and_go_on_byte_for_byte(bo
     assert sent == EngineRequest(b"POST", path, list(HEADERS), body, MODEL)
     answer.close(Outcome.OK)
     assert world.ledger.unfinished == {}
+
+
+async def test_text_with_a_lone_surrogate_goes_on_byte_for_byte() -> None:
+    world = World()
+    body = rb'{"model":"m","messages":[{"role":"user","content":"cut \ud83d"}]}'
+    (await world.open(body)).close(Outcome.OK)
+    assert world.taker.sent[0].body == body
+    assert world.caller.calls == []
 
 
 async def test_a_query_string_does_not_hide_a_chat_request() -> None:
@@ -420,6 +442,51 @@ async def test_a_retry_has_a_fresh_child_id_and_fresh_transfer_ids() -> None:
     }
     ids = [item["transfer_id"] for item in body["ec_transfer_params"]["ec_items"]]
     assert ids == [by_uuid[part["uuid"]] for part in parts_of(body)]
+
+
+def down(world: World, url: str) -> None:
+    world.registry.set(replace(world.registry.snapshot.nodes[url], state=State.DOWN))
+
+
+async def test_the_items_of_an_encoder_that_went_down_while_it_worked_go_to_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A frozen host breaks no connection: without this its items wait for --first-byte-timeout-s, 10 minutes."""
+    monkeypatch.setattr(epd, "LOOK_EVERY_S", 0.01)
+    world = World()
+    world.caller.behaviour[E0] = hangs
+    task = asyncio.create_task(world.ask(image(0), image(1)))
+    await asyncio.sleep(0.05)
+    assert not task.done() and world.caller.running[E0] == 1
+    down(world, E0)
+    answer = await asyncio.wait_for(task, 1)
+    assert answer.status == 200
+    assert [(call.url, call.cancelled) for call in world.caller.encodes] == [(E0, True), (E1, False), (E1, False)]
+    answer.close(Outcome.OK)
+    assert world.ledger.unfinished == {} and not any(world.caller.running.values())
+
+
+@pytest.mark.parametrize("case", ["nobody else", "no retries", "removed"])
+async def test_an_encoder_that_may_still_end_its_work_is_waited_for(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that shuts down properly refuses connections, and serves what it has."""
+    monkeypatch.setattr(epd, "LOOK_EVERY_S", 0.01)
+    world = World(*nodes_of(1 if case == "nobody else" else 2), encoder_retries=0 if case == "no retries" else 2)
+    go = asyncio.Event()
+
+    async def slowly(call: Call) -> None:
+        await go.wait()
+
+    world.caller.behaviour[E0] = slowly
+    task = asyncio.create_task(world.ask(image(0)))
+    await asyncio.sleep(0.03)
+    if case == "removed":
+        world.registry.set(gone=(E0,))
+    else:
+        down(world, E0)
+    await asyncio.sleep(0.05)
+    go.set()
+    assert (await asyncio.wait_for(task, 1)).status == 200
+    assert [(call.url, call.cancelled) for call in world.caller.encodes] == [(E0, False)]
 
 
 async def test_no_encoder_is_tried_twice_for_an_item() -> None:
@@ -760,9 +827,17 @@ async def test_a_consumer_whose_node_is_gone_is_replaced_by_one_of_the_node_that
     assert zmq == ["tcp://d0:1", "tcp://d1:1"]
 
 
-async def test_a_node_without_a_control_channel_is_a_503_and_given_back() -> None:
-    world = World(takes=("http://h0:1",), consumers=TWO)
-    with pytest.raises(NoNodeAvailable, match="Mooncake consumer"):
+async def test_media_never_go_to_a_node_without_a_control_channel_and_text_does() -> None:
+    """Such a node may be registered at any time, and then it is the least busy one."""
+    world = World(*nodes_of(1, decode=1, hybrid=1), inner=hybrid, consumers=Consumers([D0], ["tcp://d0:1"], 1))
+    answers = [await world.ask(image(n)) for n in range(3)]
+    assert [answer.url for answer in answers] == [D0, D0, D0]
+    assert (await world.ask(text())).url == "http://h0:1"
+
+
+async def test_where_no_node_with_a_control_channel_is_alive_media_are_a_503_that_names_them() -> None:
+    world = World(*nodes_of(1, decode=0, hybrid=1), inner=hybrid, consumers=Consumers([D0], ["tcp://d0:1"], 1))
+    with pytest.raises(NoNodeAvailable, match=f"no Hybrid or Decode node of {D0} "):
         await world.ask(image(0))
     assert world.ledger.unfinished == {} and world.caller.calls == []
 

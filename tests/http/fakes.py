@@ -171,6 +171,7 @@ class FakeEngines:
         self.lists: dict[str, tuple[str, ...] | Exception] = {}
         self.refusals: dict[str, Exception] = {}
         self.calls: list[tuple[str, str, str | None]] = []
+        self.bodies: list[bytes] = []
 
     async def models(self, url: str, key: str | None) -> tuple[str, ...]:
         self.calls.append(("models", url, key))
@@ -184,8 +185,9 @@ class FakeEngines:
         if url in self.refusals:
             raise self.refusals[url]
 
-    async def post(self, url: str, path: str, key: str | None) -> tuple[int, str]:
+    async def profile(self, url: str, path: str, key: str | None, body: bytes) -> tuple[int, str]:
         self.calls.append((path, url, key))
+        self.bodies.append(body)
         await asyncio.sleep(0)
         answer = self.answers.get(url, (200, ""))
         if isinstance(answer, Exception):
@@ -213,7 +215,7 @@ class World:
         self.app: HttpFace = build_app(
             settings=self.settings,
             registry=self.registry,
-            hybrid=self.hybrid,  # type: ignore[arg-type]
+            dispatcher=self.hybrid,  # type: ignore[arg-type]
             engine_client=self.engines,
             store_ok=lambda: self.store_trouble,
         )

@@ -110,6 +110,23 @@ async def test_url_is_normalised() -> None:
     assert world.registry.calls[0][1] == "http://engine/base"
 
 
+async def test_an_engine_is_one_node_however_its_address_is_written() -> None:
+    world = World()
+    for host in ("127.0.0.1", "127.1:80", "0x7f.1", "2130706433", "127.0.0.1.", "[::ffff:127.0.0.1]:80"):
+        reply = await world.json("POST", "/nodes/add", {"url": f"http://{host}", "status": {"models": ["m"]}})
+        assert reply.status == 200
+    assert list(world.registry.snapshot.nodes) == ["http://127.0.0.1"]
+    await world.json("POST", "/nodes/remove", {"url": "http://127.1"})
+    assert not world.registry.snapshot.nodes
+
+
+@pytest.mark.parametrize("url", ["http://a..b", "http://010.0.0.5", "http://256.0.0.1", "http://[fe80::1%eth0]"])
+async def test_an_address_that_can_not_be_reached_or_means_two_is_a_400_and_nobody_is_asked(url: str) -> None:
+    world = World()
+    assert_400(await world.json("POST", "/nodes/add", {"url": url}), "url")
+    assert world.engines.calls == []
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

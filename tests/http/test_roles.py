@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -163,6 +164,28 @@ async def test_profiling_goes_to_all_nodes_of_all_roles_with_each_ones_answer(pa
     assert world.engines.calls == [(path, E, "common"), (path, P, "own"), (path, D, "common"), (path, H, "common")]
 
 
+@pytest.mark.parametrize(
+    ("sent", "passed"),
+    [
+        (b'{"num_steps": 3, "activities": ["CPU"]}', {"num_steps": 3, "activities": ["CPU"]}),  # SGLang's
+        (b"{}", None),
+        (b" ", None),
+        (b"", None),
+    ],
+)
+async def test_profiling_options_go_to_every_node(sent: bytes, passed: object) -> None:
+    world = World(nodes=ALL)
+    assert (await world.ask("POST", "/start_profile", sent)).status == 200
+    assert [json.loads(body) if body else None for body in world.engines.bodies] == [passed] * len(ALL)
+
+
+@pytest.mark.parametrize("sent", [b"[]", b"{", b"1"])
+async def test_profiling_options_that_are_no_object_are_a_400_and_nobody_is_asked(sent: bytes) -> None:
+    world = World(nodes=ALL)
+    assert (await world.ask("POST", "/start_profile", sent)).status == 400
+    assert world.engines.calls == []
+
+
 async def test_profiling_that_no_node_takes_is_a_502_that_says_why() -> None:
     world = World(nodes=ALL[:2])
     world.engines.answers = {E: (404, "Not Found"), P: EngineTimeout("too slow", stage="total")}
@@ -193,18 +216,18 @@ async def test_profiling_asks_a_bounded_number_of_nodes_at_once_and_bears_that_o
     urls = [f"http://n{n}:1" for n in range(3 * CALLS_AT_ONCE)]
     world = World(nodes=[Node(url, role=Role.Encode, order=n) for n, url in enumerate(urls)])
     running = most = 0
-    post = world.engines.post
+    profile = world.engines.profile
 
-    async def counted(url: str, path: str, key: str | None) -> tuple[int, str]:
+    async def counted(url: str, path: str, key: str | None, body: bytes) -> tuple[int, str]:
         nonlocal running, most
         running += 1
         most = max(most, running)
         await world.registry.remove(urls[-1])
         await asyncio.sleep(0)
         running -= 1
-        return await post(url, path, key)
+        return await profile(url, path, key, body)
 
-    world.engines.post = counted  # type: ignore[method-assign]
+    world.engines.profile = counted  # type: ignore[method-assign]
     reply = await world.ask("POST", "/start_profile")
     assert reply.status == 200 and set(reply.json()) == set(urls)
     assert most == CALLS_AT_ONCE

@@ -139,7 +139,7 @@ async def test_other_scopes_go_to_starlette_and_the_lifespan_runs() -> None:
     app = build_app(
         settings=World().settings,
         registry=FakeRegistry(),
-        hybrid=FakeHybrid(),  # type: ignore[arg-type]
+        dispatcher=FakeHybrid(),  # type: ignore[arg-type]
         engine_client=FakeEngines(),
         store_ok=lambda: None,
         lifespan=lifespan,

@@ -9,15 +9,15 @@ from typing import Any
 import openai
 import pytest
 
-from tests.integration.test_serving_shared import (
+from tests.integration.serving import (
     Factory,
+    SharedDeployment,
     chat,
     chat_body,
     openai_error,
     post_json,
     raw,
     raw_post,
-    shared_deployment,
     values,
 )
 from tests.support import load
@@ -29,9 +29,8 @@ CLIENT, OTHER_CLIENT, ADMIN, ENGINE, NODE = "client-key-1", "client-key-2", "adm
 AS_ADMIN = {"authorization": f"Bearer {ADMIN}"}
 DEAD = "http://127.0.0.1:9"
 
-pytest_plugins = ["tests.integration.test_serving_shared"]
-_of_module, _engine_of_module, deployment, engine = shared_deployment(
-    1,
+DEPLOYMENT = SharedDeployment(
+    workers=1,
     key=ADMIN,
     client_key=CLIENT,
     settings={

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.test_serving_shared import chat, openai_error, shared_deployment, values
+from tests.integration.serving import SharedDeployment, chat, openai_error, values
 from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
 
 KEY = "one-single-key"
 WITH_KEY = {"authorization": f"Bearer {KEY}"}
 
-pytest_plugins = ["tests.integration.test_serving_shared"]
-_of_module, _engine_of_module, deployment, engine = shared_deployment(
-    1,
+DEPLOYMENT = SharedDeployment(
+    workers=1,
     key=KEY,
     settings={
         "api_keys": KEY,

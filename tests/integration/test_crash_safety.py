@@ -6,29 +6,20 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from tests.integration.stage import (
     Bench,
-    EngineFactory,
-    Fleet,
-    Outcomes,
     Stage,
-    benches,
     beside,
     frozen,
     lanes,
-    run_beside,
-    staged,
     start,
 )
 from tests.integration.test_strategies import served
 from tests.support import load
-from tests.support.loop import LoopThread
 from tests.support.quiet import quiet_check
-from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
 
 LEASE_S = 2.0
@@ -37,22 +28,8 @@ LEASE_S = 2.0
 pytestmark = pytest.mark.timeout(180)  # the first test of the scenarios waits for all of them
 
 
-@pytest.fixture(scope="module")
-def four(redis_server: PrivateRedis) -> Iterator[Fleet]:
-    fleet = Fleet(redis_server, workers=4, settings={"lease_s": LEASE_S, "probe_interval_s": 1, "grace_s": 10})
-    yield fleet
-    fleet.close()
-
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, redis_server: PrivateRedis, engine_loop: LoopThread) -> Iterator[Outcomes]:
-    yield from run_beside(request, benches(redis_server, engine_loop))
-
-
-@pytest.fixture
-def stage(four: Fleet, engine_factory: EngineFactory) -> Iterator[Stage]:
-    with staged(*four.get(), engine_factory) as one:
-        yield one
+FLEET = {"workers": 4, "settings": {"lease_s": LEASE_S, "probe_interval_s": 1, "grace_s": 10}}
+BENCHES_AT_ONCE = 32
 
 
 # --- workers

@@ -19,12 +19,11 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.integration.test_serving_shared import shared_deployment
+from tests.integration.serving import SharedDeployment
 from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
 
-pytest_plugins = ["tests.integration.test_serving_shared"]
-_of_module, _engine_of_module, deployment, engine = shared_deployment(2)
+DEPLOYMENT = SharedDeployment(workers=2)
 
 # Source: the issue, "Node management" and "Serving"; lmdeploy's proxy for /distserve.
 OPERATIONS = {

@@ -9,39 +9,24 @@ import asyncio
 import http.client
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.integration.stage import Fleet, start
+from tests.integration.stage import start
 from tests.support import load
 from tests.support.epd import EpdEngine
-from tests.support.epd_floor import Floor, audio, floor_on, image, pictures, text, user, video
-from tests.support.loop import LoopThread
-from tests.support.redis import PrivateRedis
+from tests.support.epd_floor import Floor, audio, image, pictures, text, user, video
 from tests.support.wait import eventually
 
 FIRST_BYTE_S = 2.0
 
 
-@pytest.fixture(scope="module")
-def fleet(redis_server: PrivateRedis) -> Iterator[Fleet]:
-    settings = {"probe_interval_s": 1, "lease_s": 2, "first_byte_timeout_s": FIRST_BYTE_S}
-    one = Fleet(redis_server, workers=2, settings=settings)
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def floor(fleet: Fleet, engine_loop: LoopThread) -> Iterator[Floor]:
-    with floor_on(*fleet.get(), engine_loop) as one:
-        yield one
-
-
-@pytest.fixture
-def both(floor: Floor) -> EpdEngine:
-    return floor.one("both", chunks=2)
+FLEET = {
+    "workers": 2,
+    "settings": {"probe_interval_s": 1, "lease_s": 2, "first_byte_timeout_s": FIRST_BYTE_S},
+}
 
 
 def openai_error(answer: load.Answer, status: int) -> dict[str, Any]:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.integration.stage import Fleet, start
+from tests.integration.stage import start
 from tests.support import load
-from tests.support.epd_floor import Floor, RedisOrder, floor_on, pictures, spread, text, user
-from tests.support.loop import LoopThread
-from tests.support.redis import PrivateRedis
+from tests.support.epd_floor import Floor, RedisOrder, pictures, spread, text, user
 from tests.support.wait import eventually
 
 AT_A_TIME = 16
@@ -24,17 +22,7 @@ WINDOW = 30
 SETTINGS = {"probe_interval_s": 1, "lease_s": 2}
 
 
-@pytest.fixture(scope="module")
-def pair(redis_server: PrivateRedis) -> Iterator[Fleet]:
-    fleet = Fleet(redis_server, masters=2, workers=2, settings=SETTINGS)
-    yield fleet
-    fleet.close()
-
-
-@pytest.fixture
-def floor(pair: Fleet, engine_loop: LoopThread) -> Iterator[Floor]:
-    with floor_on(*pair.get(), engine_loop) as one:
-        yield one
+FLEET = {"masters": 2, "workers": 2, "settings": SETTINGS}
 
 
 def contiguous(assigned: Sequence[int], encoders: int) -> bool:

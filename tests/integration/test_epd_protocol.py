@@ -7,17 +7,13 @@ having refused anything. Here stands what they can't know: what must be there, a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.integration.stage import Fleet
 from tests.support.epd import EpdEngine
-from tests.support.epd_floor import Floor, audio, floor_on, image, pictures, spoken, text, user, video
+from tests.support.epd_floor import Floor, audio, image, pictures, spoken, text, user, video
 from tests.support.epd_rules import CHILD_ID
-from tests.support.loop import LoopThread
-from tests.support.redis import PrivateRedis
 
 # Worked out with Python's hashlib and json alone: SHA-256 of the URL; of the sorted part where it has none.
 HASH_OF_URL = "9c7c3a2f77b0394facb14718fae03f35b78a4030f335dff1311d06419ef24245"
@@ -26,22 +22,7 @@ HASH_OF_SOUND = "2c1a06fba6798ff1747045dfbed9190fff67ed1cfe66496825f87250cf6e47b
 GRID = {"image_grid_thw": [[1, 44, 80]]}
 
 
-@pytest.fixture(scope="module")
-def fleet(redis_server: PrivateRedis) -> Iterator[Fleet]:
-    one = Fleet(redis_server, workers=1, settings={"probe_interval_s": 1, "lease_s": 2})
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def floor(fleet: Fleet, engine_loop: LoopThread) -> Iterator[Floor]:
-    with floor_on(*fleet.get(), engine_loop) as one:
-        yield one
-
-
-@pytest.fixture
-def both(floor: Floor) -> EpdEngine:
-    return floor.one("both", chunks=2)
+FLEET = {"workers": 1, "settings": {"probe_interval_s": 1, "lease_s": 2}}
 
 
 def reporting(**entry: Any) -> Any:

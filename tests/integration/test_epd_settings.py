@@ -236,3 +236,17 @@ def test_mooncake_has_no_part_in_a_request_without_media(pushed: Floor) -> None:
     assert "ec_transfer_params" not in server.bodies[0]
     assert server.requests[0].header(b"x-data-parallel-rank") in (None, b"0", b"1")
     assert not any(encoder.requests for encoder in pushed.of("encode"))
+
+
+def test_mooncake_media_pass_by_a_node_without_a_control_channel(pushed: Floor) -> None:
+    """Whoever registers at run time has none: nothing can be pushed to it."""
+    late = pushed.one("both", chunks=1)
+    try:
+        assert all(pushed.chat(pictures(2)).ok for _ in range(6))
+        assert not late.requests
+        assert all(pushed.chat(user(text())).ok for _ in range(12))
+        assert late.requests, "text goes to all"
+    finally:
+        pushed.remove(late)
+        pushed.made.remove(late)
+        late.close()

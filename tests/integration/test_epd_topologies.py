@@ -38,11 +38,7 @@ SPLIT = {
 }
 
 
-@pytest.fixture(scope="module")
-def fleet(redis_server: PrivateRedis) -> Iterator[Fleet]:
-    one = Fleet(redis_server, workers=1, settings=SETTINGS | SPLIT)
-    yield one
-    one.close()
+FLEET = {"workers": 1, "settings": SETTINGS | SPLIT}
 
 
 class Split(Floor):
@@ -282,6 +278,13 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "Mooncake consumers and prefill servers": ([*EPD, "--ec-consumer-zmq-addrs", "tcp://a:1"], "ec-consumer-zmq-addrs"),
     "Mooncake addresses of no server": (["--ec-consumer-zmq-addrs", "tcp://a:1"], "ec-consumer-zmq-addrs"),
+    "one Mooncake address twice": (
+        ["--decode-servers-urls", f"{D},{P}", "--ec-consumer-zmq-addrs", "tcp://a:1,tcp://a:1"], "named twice",
+    ),
+    "a Mooncake address that is none": ([*E_PD, "--ec-consumer-zmq-addrs", "a:1"], "must be tcp://HOST:PORT"),
+    "ranks without Mooncake addresses": ([*E_PD, "--ec-consumer-dp-size", "2"], "--ec-consumer-dp-size is for"),
+    "LMDeploy's protocol for vLLM's servers": ([*EPD, "--pd-protocol", "lmdeploy"], "--pd-protocol lmdeploy"),
+    "prefill switched off and named": ([*E_PD, "--prefill-servers-urls", "disable", P], "disable or none"),
     "no rank at all": ([*E_PD, "--ec-consumer-dp-size", "0"], "ec-consumer-dp-size"),
     "a policy that is none": (["--encoder-policy", "sticky"], "encoder-policy"),
     "retries below none": (["--encoder-retries", "-1"], "encoder-retries"),
@@ -397,7 +400,7 @@ def test_profiling_reaches_all_nodes_of_all_roles_and_tells_each_answer(
     encoders[1].strict.profile_status = 404  # an engine without a profiler
     prefill.crash()
     everyone = [*encoders, prefill, decode, second]
-    reply = split.deployment.post(path, {}, headers=HEAD)
+    reply = split.deployment.post(path, {"num_steps": 3}, headers=HEAD)
     assert reply.status == 200
     told = reply.json()
     assert set(told) == {engine.url for engine in everyone}
@@ -407,6 +410,7 @@ def test_profiling_reaches_all_nodes_of_all_roles_and_tells_each_answer(
     for engine in everyone:
         assert [record.path for record in engine.profiled] == ([] if engine is prefill else [path])
         assert all(record.header(b"authorization") == f"Bearer {ENGINE}".encode() for record in engine.profiled)
+        assert all(json.loads(record.body) == {"num_steps": 3} for record in engine.profiled)
 
 
 @pytest.mark.parametrize("path", ["/start_profile", "/stop_profile"])

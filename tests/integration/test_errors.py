@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_serving_shared import (
+from tests.integration.serving import (
     CONNECT_S,
     FIRST_BYTE_S,
     IDLE_S,
@@ -20,6 +20,7 @@ from tests.integration.test_serving_shared import (
     TIGHT,
     TOTAL_S,
     Factory,
+    SharedDeployment,
     broken_stream,
     chat,
     chat_body,
@@ -32,7 +33,6 @@ from tests.integration.test_serving_shared import (
     raw_post,
     read_reply,
     remove_nodes,
-    shared_deployment,
 )
 from tests.support import load
 from tests.support.deployment import Deployment
@@ -40,8 +40,7 @@ from tests.support.engine import SimulatedEngine
 from tests.support.http import request
 from tests.support.wait import eventually
 
-pytest_plugins = ["tests.integration.test_serving_shared"]
-_of_module, _engine_of_module, deployment, engine = shared_deployment(2, settings=TIGHT)
+DEPLOYMENT = SharedDeployment(workers=2, settings=TIGHT)
 
 
 # --- the client's mistakes

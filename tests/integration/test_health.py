@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.stage import EngineFactory, Fleet, Outcomes, Stage, beside, during, run_beside, staged, stages
+from tests.integration.stage import Stage, beside, during
 from tests.integration.test_strategies import served
 from tests.support.deployment import Deployment, Setting
 from tests.support.engine import SimulatedEngine
-from tests.support.loop import LoopThread
-from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
 
 INTERVAL_S, TIMEOUT_S, DOWN_AFTER, BUSY_GRACE_S, EXPIRATION_S = 1.0, 0.5, 3, 1.5, 4.0
@@ -29,22 +26,7 @@ DOWN_WITHIN_S = DOWN_AFTER * (INTERVAL_S + TIMEOUT_S) + 1
 pytestmark = pytest.mark.timeout(180)  # the first test of the scenarios waits for all of them
 
 
-@pytest.fixture(scope="module")
-def fleet(redis_server: PrivateRedis) -> Iterator[Fleet]:
-    fleet = Fleet(redis_server, workers=2, settings=SETTINGS)
-    yield fleet
-    fleet.close()
-
-
-@pytest.fixture
-def stage(fleet: Fleet, engine_factory: EngineFactory) -> Iterator[Stage]:
-    with staged(*fleet.get(), engine_factory) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, fleet: Fleet, engine_loop: LoopThread) -> Iterator[Outcomes]:
-    yield from run_beside(request, stages(fleet.get, engine_loop))
+FLEET = {"workers": 2, "settings": SETTINGS}
 
 
 def states(stage: Stage) -> dict[str, str]:
@@ -171,6 +153,7 @@ def test_r30_node_is_pending_until_it_answers(stage: Stage) -> None:
     assert stage.deployment.nodes()[later.url]["state"] == "pending"
     for _ in during(1.2 * INTERVAL_S, every_s=0.1):
         assert states(stage)[later.url] == "pending"
+    eventually(lambda: "refused" in stage.deployment.nodes()[later.url]["reason"], within_s=2, every_s=0.05)
     assert all(answer.ok for answer in stage.many(20).result(5))
     assert (len(ready.requests), len(later.requests)) == (20, 0)
     later.set(refuse=False)

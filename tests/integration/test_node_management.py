@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_serving_shared import (
+from tests.integration.serving import (
     Factory,
+    SharedDeployment,
     chat,
     chat_body,
     on_every_worker,
     openai_error,
     remove_nodes,
-    shared_deployment,
     streams,
 )
 from tests.support.deployment import Deployment
@@ -24,8 +24,7 @@ from tests.support.engine import SimulatedEngine
 from tests.support.http import Reply, request
 from tests.support.wait import eventually
 
-pytest_plugins = ["tests.integration.test_serving_shared"]
-_of_module, _engine_of_module, deployment, engine = shared_deployment(2)
+DEPLOYMENT = SharedDeployment(workers=2)
 
 Deploy = Callable[..., Deployment]
 

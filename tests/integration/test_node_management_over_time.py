@@ -8,12 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 
-from tests.integration.test_serving_shared import Factory, Together, chat, chat_body, on_every_worker, streams
+from tests.integration.serving import Factory, Together, chat, chat_body, on_every_worker, streams
 from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
 from tests.support.wait import eventually
-
-pytest_plugins = ["tests.integration.test_serving_shared"]
 
 NOBODY = "http://127.0.0.1:9"  # discard: nobody listens there
 INTERVAL_S, TIMEOUT_S, EXPIRATION_S, FORGET_S = 1.0, 0.3, 3.0, 0.5

@@ -11,13 +11,12 @@ from typing import Any
 import openai
 import pytest
 
-from tests.integration.test_serving_shared import LIMIT_BYTES, TIGHT, Factory, on_every_worker, shared_deployment
+from tests.integration.serving import LIMIT_BYTES, TIGHT, Factory, SharedDeployment, on_every_worker
 from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
 from tests.support.wait import eventually
 
-pytest_plugins = ["tests.integration.test_serving_shared"]
-_of_module, _engine_of_module, deployment, engine = shared_deployment(2, settings=TIGHT)
+DEPLOYMENT = SharedDeployment(workers=2, settings=TIGHT)
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 

@@ -225,7 +225,7 @@ def test_a_bootstrap_server_that_fails_fails_the_request_at_once_and_is_asked_ag
     assert answer.status in (502, 503), answer.body
     assert took_s(answer) < 1
     assert not d.requests
-    assert floor.counts() == [0, 0]
+    eventually(lambda: floor.counts() == [0, 0])
     p.set_bootstrap(status=200, refuse=False)
     eventually(lambda: floor.chat().ok)
 

@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,11 @@ from typing import Any
 import pytest
 import redis as redis_client
 
-from tests.integration.stage import Bench, Outcomes, benches, beside, run_beside, start
+from tests.integration.stage import Bench, beside, start
 from tests.support import load
 from tests.support.deployment import ROOT, Deployment, Setting
 from tests.support.http import request
-from tests.support.loop import LoopThread
 from tests.support.process import children, command
-from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
 
 EVENHAND = [sys.executable, "-m", "app.cli"]
@@ -50,10 +47,8 @@ def evenhand(*words: str, **more_environment: str) -> subprocess.CompletedProces
 pytestmark = pytest.mark.timeout(180)  # the first test of the scenarios waits for all of them
 
 
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, redis_server: PrivateRedis, engine_loop: LoopThread) -> Iterator[Outcomes]:
-    """Each scenario starts and stops processes and waits for them; two cores are busy with three of them."""
-    yield from run_beside(request, benches(redis_server, engine_loop), at_once=3)
+# Each scenario starts and stops processes and waits for them; two cores are busy with three of them.
+BENCHES_AT_ONCE = 3
 
 
 HEAD = {"authorization": "Bearer head"}

@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.integration.test_serving_shared import (
+from tests.integration.serving import (
     Factory,
     ScriptedEngine,
+    SharedDeployment,
     ask_scripted,
     chat,
     chat_body,
@@ -23,7 +24,6 @@ from tests.integration.test_serving_shared import (
     raw_post,
     read_reply,
     remove_nodes,
-    shared_deployment,
     values,
 )
 from tests.support import load
@@ -31,8 +31,7 @@ from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
 from tests.support.http import request
 
-pytest_plugins = ["tests.integration.test_serving_shared"]
-_of_module, _engine_of_module, deployment, engine = shared_deployment(2)
+DEPLOYMENT = SharedDeployment(workers=2)
 
 MB = 1_000_000
 

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_serving_shared import (
+from tests.integration.serving import (
     Deployments,
+    SharedDeployment,
     chat_body,
     connected,
     post_json,
     raw_post,
     read_reply,
-    shared_deployment,
 )
 from tests.support import load
 from tests.support.deployment import Deployment
@@ -29,8 +29,7 @@ from tests.support.wait import aeventually, eventually
 
 FEW_FILES = 1000
 
-pytest_plugins = ["tests.integration.test_serving_shared"]
-_of_module, _engine_of_module, deployment, engine = shared_deployment(1, open_files=FEW_FILES)
+DEPLOYMENT = SharedDeployment(workers=1, open_files=FEW_FILES)
 
 MB = 1_000_000
 # What may be on its way to a client that does not read: ours (256 KiB towards each side), and what the kernel
@@ -43,15 +42,21 @@ GROWTH_BYTES = 16 * MB
 
 
 def test_r51_500_requests_run_at_once_through_one_worker(deployment: Deployment, engine: SimulatedEngine) -> None:
-    engine.set(ttft_s=2.5, chunks=1)
-
-    async def ask() -> list[load.Answer]:
+    async def all_at_once(ttft_s: float) -> bool:
+        await asyncio.to_thread(engine.set, ttft_s=ttft_s, chunks=1)
         running = asyncio.create_task(load.many(deployment.url, 500, each=lambda i: {"stream": bool(i % 2)}))
-        await aeventually(lambda: engine.in_flight == 500, within_s=2)
-        assert deployment.unfinished() == {engine.url: 500}
-        return await running
+        try:
+            await aeventually(lambda: engine.in_flight == 500, within_s=ttft_s)
+            assert deployment.unfinished() == {engine.url: 500}
+            return True
+        except AssertionError:
+            return False
+        finally:
+            assert all(answer.ok for answer in await running)
 
-    assert all(answer.ok for answer in asyncio.run(ask()))
+    # A busy machine may need longer to send 500 requests than the first of them takes; where fewer than 500 can run
+    # at once, the longest is no help either.
+    assert any(asyncio.run(all_at_once(ttft_s)) for ttft_s in (2.5, 5.0, 15.0))
 
 
 def test_r51_few_open_files_are_warned_of_at_the_start(

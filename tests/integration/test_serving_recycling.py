@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from tests.integration.test_serving_shared import Factory, events
+from tests.integration.serving import Factory, events
 from tests.support import load
 from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import time
 from typing import Any
 
 import pytest
 
-from tests.integration.test_serving_shared import (
+from tests.integration.serving import (
     Factory,
     ScriptedEngine,
+    SharedDeployment,
     ask_scripted,
     broken_stream,
     chat,
     chat_body,
+    connected,
     events,
     post_json,
     raw,
     raw_post,
-    shared_deployment,
+    read_reply,
 )
 from tests.support import load
 from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
 from tests.support.wait import eventually
 
-pytest_plugins = ["tests.integration.test_serving_shared"]
-_of_module, _engine_of_module, deployment, engine = shared_deployment(2)
+DEPLOYMENT = SharedDeployment(workers=2)
 
 ON_TIME_S = 0.05  # R41
 TRIES = 3  # a busy machine may be late by itself; what is held back on purpose is late every time
@@ -232,3 +235,37 @@ def test_r39_many_clients_that_leave_at_once_are_all_noticed(deployment: Deploym
     eventually(lambda: len(engine.aborts) == len(engine.requests) and not engine.in_flight, within_s=1.5)
     assert max(record.aborted_s or 0.0 for record in engine.aborts) - left_s < 1.0
     eventually(lambda: deployment.unfinished() == {engine.url: 0}, within_s=1.0)
+
+
+def test_a_client_that_ends_its_side_after_the_request_gets_its_whole_stream(
+    deployment: Deployment, engine: SimulatedEngine
+) -> None:
+    engine.set(ttft_s=0.5, gap_s=0.05, chunks=8)
+    body = chat_body(stream=True)
+    with connected(deployment.url) as s:
+        s.sendall(raw_post(["Host: h", "Content-Type: application/json", f"Content-Length: {len(body)}"], body))
+        s.shutdown(socket.SHUT_WR)
+        reply = read_reply(s)  # which passes over `100 Continue`, as every client does
+    assert (reply.status, reply.complete) == (200, True)
+    *chunks, last = events(reply.body)
+    assert last == "[DONE]"
+    assert [json.loads(chunk)["choices"][0]["delta"].get("content") for chunk in chunks if "token" in chunk] == [
+        f"token{i} " for i in range(8)
+    ]
+
+
+def test_r39_a_client_that_ended_its_side_and_then_leaves_its_stream_ends_the_engines_work_within_1_s(
+    deployment: Deployment, engine: SimulatedEngine
+) -> None:
+    engine.set(ttft_s=0.5, gap_s=0.05, chunks=1000)
+    body = chat_body(stream=True)
+    with connected(deployment.url) as s:
+        s.sendall(raw_post(["Host: h", "Content-Type: application/json", f"Content-Length: {len(body)}"], body))
+        s.shutdown(socket.SHUT_WR)
+        came = b""
+        while b"token2" not in came:
+            came += s.recv(4096)
+        left_s = time.monotonic()
+    (record,) = eventually(lambda: engine.aborts, within_s=1.5)
+    assert record.aborted_s is not None
+    assert record.aborted_s - left_s < 1.0

@@ -15,7 +15,7 @@ import openai
 import pytest
 import trustme
 
-from tests.integration.test_serving_shared import (
+from tests.integration.serving import (
     Factory,
     chat,
     chat_body,

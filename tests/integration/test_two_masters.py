@@ -5,55 +5,35 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from tests.integration.stage import (
-    EngineFactory,
-    Fleet,
-    Outcomes,
     Stage,
     beside,
     during,
     lanes,
-    run_beside,
-    staged,
-    stages,
     start,
 )
 from tests.integration.test_strategies import counts_while_filling, served
 from tests.support import load
 from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
-from tests.support.loop import LoopThread
-from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
 
 PROBE_INTERVAL_S = 1.0
 LEASE_S = 2.0
+FIRST_BYTE_S = 6.0
 
 
 pytestmark = pytest.mark.timeout(180)  # the first test of the scenarios waits for all of them
 
 
-@pytest.fixture(scope="module")
-def pair(redis_server: PrivateRedis) -> Iterator[Fleet]:
-    settings = {"probe_interval_s": PROBE_INTERVAL_S, "lease_s": LEASE_S, "first_byte_timeout_s": 4}
-    fleet = Fleet(redis_server, masters=2, workers=2, settings=settings)
-    yield fleet
-    fleet.close()
-
-
-@pytest.fixture
-def stage(pair: Fleet, engine_factory: EngineFactory) -> Iterator[Stage]:
-    with staged(*pair.get(), engine_factory) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, pair: Fleet, engine_loop: LoopThread) -> Iterator[Outcomes]:
-    yield from run_beside(request, stages(pair.get, engine_loop))
+FLEET = {
+    "masters": 2,
+    "workers": 2,
+    "settings": {"probe_interval_s": PROBE_INTERVAL_S, "lease_s": LEASE_S, "first_byte_timeout_s": FIRST_BYTE_S},
+}
 
 
 def models_of(deployment: Deployment) -> list[str]:
@@ -167,61 +147,64 @@ def test_second_registration_of_a_node_through_another_host_updates_it(stage: St
 # --- draining
 
 
+LONG = 80  # chunks, 0.1 s each: what the tests below do meanwhile takes a second, on a busy machine a few
+
+
 @beside
 def test_r32_drain_finishes_what_runs_and_takes_nothing_new(stage: Stage) -> None:
-    leaving, staying = stage.engines(2, gap_s=0.1, chunks=35)
+    leaving, staying = stage.engines(2, gap_s=0.1, chunks=LONG)
     here, there = stage.masters
     here.post("/nodes/remove", {"url": staying.url})
     streams = start(load.many(here.url, 10, model=stage.model, stream=True))
     eventually(lambda: stage.counts(leaving) == (10,))
     here.add(staying)
-    asked_s = time.monotonic()
-    reply = there.post("/nodes/remove?drain=true&timeout_s=20", {"url": leaving.url})
+    reply = there.post("/nodes/remove?drain=true&timeout_s=40", {"url": leaving.url})
     assert reply.status == 200
-    assert time.monotonic() - asked_s < 1, "it answers at once"
+    assert not streams.done(), "it answers at once"
     assert there.nodes()[leaving.url]["state"] == "draining"
     assert there.nodes()[leaving.url]["unfinished"] == 10
-    assert all(answer.ok for answer in stage.many(30, max_tokens=1).result(10))
+    assert all(answer.ok for answer in stage.many(30, max_tokens=1).result(20))
+    assert not streams.done(), "the others must have been served beside those that run"
     assert served([leaving, staying]) == [10, 30]
-    assert all(answer.done for answer in streams.result(10))
+    assert all(answer.done for answer in streams.result(30))
     for deployment in stage.masters:
-        eventually(lambda d=deployment: leaving.url not in d.nodes("?all=1"), within_s=2)  # type: ignore[misc]
+        eventually(lambda d=deployment: leaving.url not in d.nodes("?all=1"), within_s=5)  # type: ignore[misc]
 
 
 @beside
 def test_r32_drained_node_leaves_at_the_deadline_at_the_latest(stage: Stage) -> None:
-    engine = stage.engine(gap_s=0.1, chunks=30)
+    engine = stage.engine(gap_s=0.1, chunks=LONG)
     streams = stage.many(5, stream=True)
     eventually(lambda: stage.counts(engine) == (5,))
     asked_s = time.monotonic()
     assert stage.masters[1].post(f"/nodes/remove?drain=true&timeout_s=1&node_url={engine.url}").status == 200
-    eventually(lambda: engine.url not in stage.deployment.nodes("?all=1"), within_s=2.5)
+    eventually(lambda: engine.url not in stage.deployment.nodes("?all=1"), within_s=5)
     assert time.monotonic() - asked_s > 0.9
     assert not streams.done(), "the node must have left before its streams ended"
-    streams.result(10)
+    streams.result(30)
 
 
 @beside
 def test_r32_immediate_removal_stays_possible_and_cuts_nothing(stage: Stage) -> None:
-    engine = stage.engine(gap_s=0.1, chunks=30)
+    engine = stage.engine(gap_s=0.1, chunks=LONG)
     streams = stage.many(5, stream=True)
     eventually(lambda: stage.counts(engine) == (5,))
     reply = stage.masters[1].post("/nodes/remove", {"url": engine.url})
     assert (reply.status, reply.json()) == (200, "Deleted successfully")
-    eventually(lambda: engine.url not in stage.deployment.nodes("?all=1"), within_s=1)
-    assert stage.many(1).result(5)[0].status in (404, 503)
-    assert all(answer.done for answer in streams.result(10))
+    eventually(lambda: engine.url not in stage.deployment.nodes("?all=1"), within_s=3)
+    assert stage.many(1).result(10)[0].status in (404, 503)
+    assert all(answer.done for answer in streams.result(30))
 
 
 @beside
 def test_r32_node_that_comes_back_right_after_its_removal_has_the_right_count(stage: Stage) -> None:
-    engine = stage.engine(gap_s=0.1, chunks=35)
+    engine = stage.engine(gap_s=0.1, chunks=LONG)
     streams = stage.many(5, stream=True)
     eventually(lambda: stage.counts(engine) == (5,))
     stage.deployment.post("/nodes/remove", {"url": engine.url})
     stage.deployment.add(engine)
-    eventually(lambda: stage.deployment.unfinished()[engine.url] == 5 == engine.in_flight)
-    assert all(answer.done for answer in streams.result(10))
+    eventually(lambda: stage.deployment.unfinished()[engine.url] == 5 == engine.in_flight, within_s=4)
+    assert all(answer.done for answer in streams.result(30))
     eventually(lambda: stage.deployment.unfinished()[engine.url] == 0)
 
 
@@ -235,13 +218,19 @@ def test_r20_engine_that_never_answers_slows_no_request_to_another(stage: Stage)
     stage.engine(models=(fine_model,))
     waiting = stage.many(50)
     eventually(lambda: stage.counts(hung) == (50,))
-    quick = start(load.many(stage.urls, 200, model=fine_model, concurrency=50)).result(20)
+    quick = start(load.many(stage.urls, 200, model=fine_model, concurrency=50)).result(30)
+    answers = waiting.result(30)
     assert all(answer.ok for answer in quick)
-    assert max(answer.finished_s - answer.started_s for answer in quick if answer.finished_s) < 2.5
-    assert not waiting.done(), "the others must have been served beside those that hang"
-    answers = waiting.result(20)
     assert {answer.status for answer in answers} == {504}
-    assert all(4 <= answer.finished_s - answer.started_s < 5 for answer in answers if answer.finished_s)
+    took = [answer.finished_s - answer.started_s for answer in answers if answer.finished_s]
+    assert min(took) >= FIRST_BYTE_S
+    assert max(took) < FIRST_BYTE_S + 3
+    # One that waited for one of those that hang would take about as long as they do. On a busy machine the last
+    # of 200 may come after the first has given up; a quarter of them beside all 50 is enough to tell.
+    given_up_s = min(answer.finished_s for answer in answers if answer.finished_s)
+    beside_them = [answer for answer in quick if answer.finished_s and answer.finished_s < given_up_s]
+    assert len(beside_them) >= 50
+    assert max(answer.finished_s - answer.started_s for answer in quick if answer.finished_s) < FIRST_BYTE_S / 2
 
 
 # --- the prober

@@ -113,7 +113,7 @@ class Machine(RuleBasedStateMachine):
         model = self.model
         registered = model.sessions.get(worker)
         if registered is not None and registered > generation:
-            assert reply == [4, model.version, 0]
+            assert reply == [4, model.version, registered]
             return 4
         before = model.ledgers.pop(worker, {})
         for url in before.keys() | counts.keys():
@@ -140,20 +140,20 @@ class Machine(RuleBasedStateMachine):
         """The node it was counted on, None where it was refused."""
         keys = [*self.counting_keys(worker), self.keys.version, self.keys.latency_mean, self.keys.explored]
         flat = [part for url in pool for part in (url, repr(SPEEDS[url]))]
-        reply = self.run(f"acquire_{policy}", keys, [worker, generation, version, repr(two[0]), repr(two[1]), *flat])
+        reply = self.run(f"acquire_{policy}", keys, [worker, generation, version, len(pool), *map(repr, two), *flat])
         model = self.model
         if model.sessions.get(worker) != generation:
-            assert reply == [1, 0, model.version]
+            assert reply == [1, model.version]
             return None
         if version not in ("", str(model.version)):
-            assert reply == [2, 0, model.version]
+            assert reply == [2, model.version]
             return None
         candidates = [
             Candidate(SPEEDS[url], model.unfinished.get(url, 0), model.mean(url), model.explored.get(url, 0))
             for url in pool
         ]
         index, exploring = POLICIES[policy](candidates, two)
-        assert reply == [0, index + 1, model.version]
+        assert reply == [0, model.version, index + 1]
         url = pool[index]
         model.count(url, 1)
         ledger = model.ledgers.setdefault(worker, {})
@@ -413,7 +413,7 @@ class Machine(RuleBasedStateMachine):
         model.version += 1
         version = str(model.version)
         order = before.get("order", version) if before else version
-        model.nodes[url] = {**said, "order": order, "incarnation": version}
+        model.nodes[url] = {**said, "order": order, "incarnation": version, "life": version}
         if key:
             model.engine_keys[url] = key
         assert reply == [9 if before else 0, model.version]
@@ -431,8 +431,10 @@ class Machine(RuleBasedStateMachine):
         elif node.get("state") == state and node.get("reason") == "words":
             assert reply == [8, model.version]
         else:
-            node.update(state=state, reason="words")
             model.version += 1
+            if state == "ready" and node["state"] in ("down", "gone", "asleep"):
+                node["life"] = str(model.version)  # whoever comes back may have restarted
+            node.update(state=state, reason="words")
             assert reply == [0, model.version]
 
     @rule(url=urls, drain_ms=st.sampled_from([0, 3_600_000]))
@@ -452,7 +454,7 @@ class Machine(RuleBasedStateMachine):
         node = model.nodes.get(url, {})
         said = {"this one": node.get("incarnation", "0"), "another one": "999999"}.get(when, when)
         keys = [*self.node_keys(url), self.keys.engine_keys, self.keys.latency(url), self.keys.latency_mean]
-        keys += [self.keys.explored, self.keys.last_success, self.keys.unfinished]
+        keys += [self.keys.explored, self.keys.last_success, self.keys.unfinished, self.keys.stages(url)]
         reply = self.run("remove_node", keys, [url, said])
         if url not in model.nodes:
             assert reply == [6, model.version]
@@ -488,9 +490,8 @@ class Machine(RuleBasedStateMachine):
             return
         for url in extra:
             del model.nodes[url]
-            model.engine_keys.pop(url, None)
         model.nodes.update(copy.deepcopy(nodes))
-        model.engine_keys.update({url: engine_keys[url] for url in nodes if url in engine_keys})
+        model.engine_keys = {url: engine_keys[url] for url in nodes if url in engine_keys}
         model.version = version if newer else version + 1
         assert reply == [0, model.version]
 

@@ -240,6 +240,27 @@ async def test_terminate(client: EngineClient) -> None:
             await client.terminate(server.url, KEY)
 
 
+async def test_profile_posts_the_options_and_waits_longer_than_for_other_questions() -> None:
+    """vLLM writes its traces before it answers, which takes minutes."""
+    client = EngineClient(timeout_s=0.05, profile_timeout_s=5)
+    requests: list[Request] = []
+
+    async def script(peer: Peer) -> None:
+        requests.append(await peer.request())
+        await asyncio.sleep(0.3)
+        await peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\ndone")
+
+    async with ScriptedServer(script) as server:
+        assert await client.profile(server.url, "/stop_profile", KEY, b'{"num_steps": 3}') == (200, "done")
+        assert await client.profile(server.url, "/stop_profile", None, b"") == (200, "done")
+    await client.close()
+    asked, bare = requests
+    assert (asked.line, asked.body) == (b"POST /stop_profile HTTP/1.1", b'{"num_steps": 3}')
+    assert asked.header(b"content-type") == [b"application/json"]
+    assert asked.header(b"authorization") == [f"Bearer {KEY}".encode()]
+    assert (bare.body, bare.header(b"authorization")) == (b"", [])
+
+
 async def test_key_that_no_header_can_hold_is_not_shown(client: EngineClient) -> None:
     async with ScriptedServer(Engine(health=(200, b""))) as server:
         with pytest.raises(EngineUnreachable) as caught:

@@ -1,7 +1,8 @@
 """A small ASGI app that keeps the worker class's contract, for tests of the worker class alone.
 
 `/` answers its process id, `/stream?n=&gap_s=` sends n events, `/stuck` ignores the notice and never ends,
-`/body` answers the length of the body. A stream still open shortly before the deadline ends with an error event.
+`/body` answers the length of the body, `/wait?s=` answers after so long unless its client leaves, `/left` how many
+left and how long after they had asked. A stream still open shortly before the deadline ends with an error event.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ END_EARLY_S = 0.3
 class SmallApp:
     def __init__(self) -> None:
         self.deadline: float | None = None
+        self.left_after_s: list[float] = []
 
     def begin_shutdown(self, deadline: float) -> None:
         self.deadline = deadline
@@ -33,6 +35,10 @@ class SmallApp:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"data: stuck\n\n", "more_body": True})
             await asyncio.sleep(3600)
+        elif scope["path"] == "/wait":
+            await self._wait(receive, send, float(parse_qs(scope["query_string"].decode())["s"][0]))
+        elif scope["path"] == "/left":
+            await self._answer(send, {"left": self.left_after_s})
         elif scope["path"] == "/body":
             length, more = 0, True
             while more:
@@ -51,6 +57,17 @@ class SmallApp:
             await send({"type": f"{message['type']}.complete"})
             if message["type"] == "lifespan.shutdown":
                 return
+
+    async def _wait(self, receive: Any, send: Any, wait_s: float) -> None:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(wait_s):
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+        except TimeoutError:
+            await self._answer(send, {"waited": wait_s})
+        else:
+            self.left_after_s.append(time.monotonic() - began)
 
     async def _answer(self, send: Any, value: dict[str, Any]) -> None:
         body = json.dumps(value).encode()

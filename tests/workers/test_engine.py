@@ -645,6 +645,37 @@ def test_command_registers_once_as_lmdeploy_does(
         assert len(proxy.requests) == 2
 
 
+@pytest.mark.parametrize("where", ["flag", "environment"])
+def test_command_registers_with_the_admin_key_it_is_given(
+    tmp_path_factory: pytest.TempPathFactory,
+    engine_factory: Factory,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    proxy = engine_factory(key="ad")  # every path asks for it
+    flags = ["--proxy-url", proxy.url]
+    if where == "flag":
+        flags += ["--admin-key", "ad"]
+        monkeypatch.setenv("EVENHAND_ADMIN_KEY", "another")
+    else:
+        monkeypatch.setenv("EVENHAND_ADMIN_KEY", "ad")
+    with command(tmp_path_factory, *flags) as (process, _):
+        eventually(lambda: proxy.requests, within_s=5)
+        assert proxy.requests[0].header(b"authorization") == b"Bearer ad"
+        assert process.stop() == 0
+
+
+def test_command_names_the_admin_key_where_it_is_refused_without(
+    tmp_path_factory: pytest.TempPathFactory, engine_factory: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("EVENHAND_ADMIN_KEY", raising=False)
+    proxy = engine_factory(key="ad")
+    with command(tmp_path_factory, "--proxy-url", proxy.url) as (process, _):
+        eventually(lambda: "refused it: 401" in process.log(), within_s=5)
+        assert process.log().rstrip().endswith("; give --admin-key (EVENHAND_ADMIN_KEY)")
+        assert process.stop() == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "word"),
     [

@@ -270,6 +270,13 @@ def test_a_low_limit_on_open_files_is_raised_and_told_in_the_log_format_asked_fo
     assert warning["message"].startswith(f"the limit on open files was 1000, now {soft};")
 
 
+def test_gunicorn_alone_tells_of_a_variable_that_is_no_setting_once(start: Start) -> None:
+    gunicorn = start(workers=2, EVENHAND_API_KEY="hush")
+    gunicorn.stop()
+    assert gunicorn.log().count("EVENHAND_API_KEY is no setting and is ignored; did you mean EVENHAND_API_KEYS?") == 1
+    assert "hush" not in gunicorn.log()
+
+
 def test_a_dead_workers_counts_are_given_back_or_that_it_failed_is_logged(start: Start, connect: Connect) -> None:
     gunicorn = start()
     (pid,) = gunicorn.workers()
@@ -338,3 +345,64 @@ def test_connect_is_refused(standing: Gunicorn, connect: Connect) -> None:
     client = connect(standing)
     client.sock.sendall(b"CONNECT example.org:443 HTTP/1.1\r\nHost: example.org:443\r\n\r\n")
     assert client.read_to_end().startswith(b"HTTP/1.1 400 ")
+
+
+# --- a client that ends its side --------------------------------------------------------------------
+
+
+def _left(gunicorn: Gunicorn, connect: Connect) -> list[float]:
+    found: list[float] = connect(gunicorn).ask("/left")[1]["left"]
+    return found
+
+
+def test_a_client_that_ends_its_side_after_the_request_gets_its_answer(standing: Gunicorn, connect: Connect) -> None:
+    client = connect(standing)
+    client.send("/wait?s=0.7", method="POST", body=b"{}")
+    client.sock.shutdown(socket.SHUT_WR)
+    *interim, head, body = client.read_to_end().split(b"\r\n\r\n")
+    assert interim and set(interim) == {b"HTTP/1.1 100 Continue"}  # what a client of HTTP/1.1 passes over
+    assert head.startswith(b"HTTP/1.1 200 ") and b"connection: close" in head.lower()
+    assert json.loads(body) == {"waited": 0.7}
+
+
+def test_pipelined_requests_before_the_end_of_the_clients_side_are_all_answered(
+    standing: Gunicorn, connect: Connect
+) -> None:
+    client = connect(standing)
+    client.sock.sendall(b"".join(b"GET /wait?s=0.%d HTTP/1.1\r\nHost: x\r\n\r\n" % n for n in (3, 2, 1)))
+    client.sock.shutdown(socket.SHUT_WR)
+    answers = re.findall(rb'\{"waited": 0\.(\d)\}', client.read_to_end())
+    assert answers == [b"3", b"2", b"1"]
+
+
+@pytest.mark.parametrize("half_closed_for_s", [None, 0.0, 0.6])
+def test_r39_a_client_that_leaves_before_the_head_is_noticed_within_a_second(
+    standing: Gunicorn, connect: Connect, half_closed_for_s: float | None
+) -> None:
+    before = len(_left(standing, connect))
+    client = connect(standing)
+    client.send("/wait?s=30")
+    if half_closed_for_s is not None:
+        client.sock.shutdown(socket.SHUT_WR)
+        time.sleep(half_closed_for_s)  # its own behaviour, nothing is waited for
+        assert len(_left(standing, connect)) == before
+    client.sock.close()
+    eventually(lambda: len(_left(standing, connect)) == before + 1, within_s=1)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhal",
+        b"GET /wait?s=30 HTTP/1.0\r\n\r\n",  # it could not be told from one that left
+    ],
+    ids=["in its body", "HTTP/1.0"],
+)
+def test_a_client_that_ends_its_side_elsewhere_counts_as_gone(
+    standing: Gunicorn, connect: Connect, said: bytes
+) -> None:
+    client = connect(standing)
+    client.sock.sendall(said)
+    client.sock.shutdown(socket.SHUT_WR)
+    client.sock.settimeout(1)
+    assert b"200" not in client.read_to_end()

@@ -1,6 +1,6 @@
-"""What the black-box tests of serving share: one deployment for a module, raw sockets, the shape of errors.
+"""What the black-box tests of serving share: deployments for the session, raw sockets, the shape of errors.
 
-Holds no test. Nothing here knows the code under test; the expected words are LMDeploy's and OpenAI's.
+Its fixtures are in `conftest`. Nothing here knows the code under test; the expected words are LMDeploy's and OpenAI's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -31,7 +31,6 @@ from tests.support.loop import LoopThread
 from tests.support.quiet import quiet_check
 from tests.support.redis import PrivateRedis, Space
 from tests.support.wait import eventually
-from workers.engine_answers import Knobs
 from workers.engine_http import Record
 
 Factory = Callable[..., SimulatedEngine]
@@ -97,69 +96,22 @@ def _stop(deployment: Deployment) -> None:
         deployment.stop()
 
 
-@pytest.fixture(scope="session")
-def deployments_of_session(redis_server: PrivateRedis) -> Iterator[Deployments]:
-    """In force where a module says `pytest_plugins = [this module]`: so it is one for all of them."""
-    deployments = Deployments(redis_server)
-    yield deployments
-    deployments.close()
-
-
-def shared_deployment(
-    workers: int = 2, *, key: str | None = None, client_key: str | None = None, **options: Any
-) -> tuple[Any, ...]:
-    """Fixtures to bind in a test module; the names on the left are free, those of the fixtures are not.
-
-        pytest_plugins = ["tests.integration.test_serving_shared"]
-        _of_module, _engine_of_module, deployment, engine = shared_deployment(settings={"grace_s": 1})
-
-    `deployment` may live as long as the session and `engine` lives as long as the module, because a start takes
-    time and so does a node's first probe. Each test finds `engine` (model "sim") ready, with its knobs at their
-    defaults and nothing recorded; engines of its own it gives models of their own. Each test ends with the quiet
-    check, and its nodes are removed.
+class SharedDeployment:
+    """What a module's tests run on, said as its `DEPLOYMENT`; modules that say the same share one.
 
     Args:
         key: the admin key, where the deployment wants one even from loopback.
         client_key: a key for /v1, where it is not the same.
+        options: of `Deployments.get`.
     """
-    admin = {"authorization": f"Bearer {key}"} if key else None
-    client = {"authorization": f"Bearer {client_key or key}"} if key else None
 
-    @pytest.fixture(scope="module", name="deployment_of_module")
-    def deployment_of_module(deployments_of_session: Deployments) -> Iterator[Deployment]:
-        deployment = deployments_of_session.get(workers, **options)
-        yield deployment
-        remove_nodes(deployment, headers=admin)
-
-    @pytest.fixture(scope="module", name="engine_of_module")
-    def engine_of_module(engine_loop: LoopThread) -> Iterator[SimulatedEngine]:
-        with SimulatedEngine(loop=engine_loop) as engine:
-            yield engine
-
-    @pytest.fixture(name="deployment")
-    def deployment_of_test(
-        deployment_of_module: Deployment, engine_of_module: SimulatedEngine, engine_factory: Factory
-    ) -> Iterator[Deployment]:
-        deployment = deployment_of_module
-        yield deployment
-        assert deployment.space is not None
-        try:
-            made: list[SimulatedEngine] = engine_factory.made  # type: ignore[attr-defined]
-            quiet_check(deployment.space, engines=[engine_of_module, *made])
-        finally:
-            remove_nodes(deployment, but=engine_of_module.url, headers=admin)
-
-    @pytest.fixture(name="engine")
-    def engine_of_test(deployment: Deployment, engine_of_module: SimulatedEngine) -> SimulatedEngine:
-        engine = engine_of_module
-        engine.set(**asdict(Knobs()))
-        engine.forget()
-        if deployment.nodes("?all=1", headers=admin).get(engine.url, {}).get("state") != "ready":
-            deployment.add(engine, within_s=20, headers=admin)
-            on_every_worker(deployment, lambda: "sim" in deployment.get("/v1/models", headers=client).text)
-        return engine
-
-    return deployment_of_module, engine_of_module, deployment_of_test, engine_of_test
+    def __init__(
+        self, *, workers: int = 2, key: str | None = None, client_key: str | None = None, **options: Any
+    ) -> None:
+        self.workers = workers
+        self.options = options
+        self.admin = {"authorization": f"Bearer {key}"} if key else None
+        self.client = {"authorization": f"Bearer {client_key or key}"} if key else None
 
 
 def on_every_worker(deployment: Deployment, check: Callable[[], bool], *, within_s: float = 1.0) -> None:

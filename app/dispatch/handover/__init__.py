@@ -1,0 +1,1 @@
+"""How a prefill node hands the KV cache of a request over to a decode node: one file a protocol."""

@@ -1,0 +1,226 @@
+"""Making the links between LMDeploy's prefill and decode engines: once a pair for the whole deployment.
+
+Owns the order of the calls and how often they are tried. Who makes a link is decided in Redis (`LinkTable`);
+a worker that finds another one at it looks every few milliseconds what becomes of it. While Redis is away a
+worker links for itself: both ends take that twice. It must not know what the link is wanted for.
+
+Source: lmdeploy/pytorch/disagg/conn/proxy_conn.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from app.dispatch.handover.protocol import LinkFailed
+from app.errors import StoreUnavailable, UpstreamError
+from app.store.handovers import Handovers
+from app.store.links import Claim, Link, LinkTable, pair_of
+from app.store.registry import Registry
+from app.store.scripts import Code
+from app.upstream.distserve import DistServeClient, Endpoint, Json
+
+log = logging.getLogger("evenhand.dispatch")
+
+T = TypeVar("T")
+
+LOOK_EVERY_S = 0.02
+"""At a link that another worker makes: one look for all requests of this worker."""
+PAUSES_S = (0.1, 2.0)
+"""First and longest pause between two tries."""
+HOLD_OFF_S = 2.0
+"""After a failure nobody tries for so long; whoever asks is told the reason at once."""
+LINKING_AT_ONCE = 64
+"""Links that one worker makes at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRules:
+    """From settings. `timeout_s`: from the first request for a link until it fails, all tries included."""
+
+    timeout_s: float
+    tries: int
+
+
+class Links:
+    """One per worker."""
+
+    def __init__(
+        self,
+        *,
+        table: LinkTable,
+        registry: Registry,
+        engines: DistServeClient,
+        figures: Handovers,
+        rules: LinkRules,
+        engine_key: str | None,
+    ) -> None:
+        self._table = table
+        self._registry = registry
+        self._engines = engines
+        self._figures = figures
+        self._rules = rules
+        self._engine_key = engine_key
+        self._made: dict[str, str] = {}  # pair -> lives
+        self._making: dict[str, asyncio.Task[None]] = {}
+        self._own_keys: dict[str, str] = {}
+        self._slots = asyncio.Semaphore(LINKING_AT_ONCE)
+
+    def __repr__(self) -> str:
+        return f"<Links made={len(self._made)} making={len(self._making)}>"
+
+    async def ensure(self, prefill: str, decode: str) -> None:
+        """Return once the two are linked in their present lives. Raises LinkFailed."""
+        pair = pair_of(prefill, decode)
+        if self._made.get(pair) == self.lives_of(prefill, decode):
+            return
+        task = self._making.get(pair)
+        if task is None:
+            task = self._making[pair] = asyncio.create_task(self._make(prefill, decode), name="link")
+            task.add_done_callback(lambda done: self._finished(pair, done))
+        # Shielded: others wait for the same link, and half a link is worse than one that nobody uses.
+        await asyncio.shield(task)
+
+    def lives_of(self, prefill: str, decode: str) -> str:
+        """What a link is good for: these two processes, and none that came after them."""
+        nodes = self._registry.snapshot.nodes
+        return "|".join(str(nodes[url].life) if url in nodes else "none" for url in (prefill, decode))
+
+    async def undo(self, prefill: str, decode: str, lives: str) -> None:
+        """Let both engines drop a link of those lives; a process that came after knows nothing of it."""
+        for url, other, life in zip((prefill, decode), (decode, prefill), lives.split("|"), strict=False):
+            node = self._registry.snapshot.nodes.get(url)
+            if node is None or str(node.life) == life:
+                try:
+                    await self._engines.p2p_drop_connect(url, other, self.key_of(url))
+                except UpstreamError as e:
+                    log.info("%s did not drop its link to %s: %s", url, other, e.message)
+
+    async def close(self) -> None:
+        for task in list(self._making.values()):
+            task.cancel()
+        await asyncio.gather(*self._making.values(), return_exceptions=True)
+
+    def key_of(self, url: str) -> str | None:
+        """The API key of an engine, that of a removed one too: its links are still to be undone."""
+        key = self._registry.snapshot.engine_keys.get(url)
+        if key is not None:
+            self._own_keys[url] = key
+        return key or self._own_keys.get(url) or self._engine_key
+
+    def _finished(self, pair: str, task: asyncio.Task[None]) -> None:
+        self._making.pop(pair, None)
+        if not task.cancelled():
+            task.exception()  # whoever waits has it; nobody may wait any more
+
+    async def _make(self, prefill: str, decode: str) -> None:
+        """Link, or wait for the worker that does."""
+        deadline_s = time.monotonic() + self._rules.timeout_s
+        while True:
+            pair, lives = pair_of(prefill, decode), self.lives_of(prefill, decode)
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise LinkFailed(
+                    f"no link between {prefill} and {decode} within {self._rules.timeout_s:g} s", url=prefill
+                )
+            try:
+                claim = await self._table.claim(pair, lives, self._registry.snapshot.version, wait_s=left_s)
+                if claim.code == Code.STALE:
+                    await self._registry.refresh()
+            except StoreUnavailable:
+                await self._link(prefill, decode, left_s)
+                self._made[pair] = lives
+                return
+            if claim.code == Code.DONE:
+                await self._link_and_settle(prefill, decode, claim, left_s)
+                self._made[pair] = lives
+                return
+            if claim.code == Code.UNCHANGED:
+                self._made[pair] = lives
+                return
+            if claim.code == Code.REFUSED:
+                raise LinkFailed(claim.link.error, url=prefill)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _link_and_settle(self, prefill: str, decode: str, claim: Claim, left_s: float) -> None:
+        begun_s, now_ms = time.monotonic(), claim.link.since_ms
+        if claim.before.state == "connected":
+            await self.undo(prefill, decode, claim.before.lives)
+        try:
+            await self._link(prefill, decode, left_s)
+        except BaseException as e:
+            why = e.message if isinstance(e, UpstreamError) else "the worker that made it stopped"
+            hold_off_ms = round(HOLD_OFF_S * 1000) if isinstance(e, UpstreamError) else 0
+            took_ms = round((time.monotonic() - begun_s) * 1000)
+            await self._settle(prefill, decode, claim, "failed", until_ms=now_ms + took_ms + hold_off_ms, error=why)
+            self._figures.count("links_failed")
+            raise
+        took_s = time.monotonic() - begun_s
+        await self._settle(prefill, decode, claim, "connected", took_ms=round(took_s * 1000))
+        self._figures.count("links_made")
+        self._figures.took(decode, "link", took_s)
+        log.info("linked %s and %s in %.1f s", prefill, decode, took_s)
+
+    async def _settle(self, prefill: str, decode: str, claim: Claim, state: str, **more: int | str) -> None:
+        known = claim.link
+        link = Link(state, known.lives, known.version, since_ms=known.since_ms, owner=known.owner)
+        for name, value in more.items():
+            setattr(link, name, value)
+        with contextlib.suppress(StoreUnavailable):  # the others see the claim run out, and link once more
+            await self._table.settle(pair_of(prefill, decode), claim.text, link)
+
+    async def _link(self, prefill: str, decode: str, left_s: float) -> None:
+        """All tries. Raises LinkFailed."""
+        pause_s, error = PAUSES_S[0], LinkFailed("not tried", url=prefill)
+        try:
+            async with asyncio.timeout(left_s), self._slots:
+                for left in reversed(range(self._rules.tries)):
+                    try:
+                        return await self._try(prefill, decode)
+                    except _Unlike as e:
+                        raise LinkFailed(str(e), url=prefill) from e
+                    except LinkFailed as e:
+                        error = e
+                    if left:
+                        await asyncio.sleep(pause_s)
+                        pause_s = min(2 * pause_s, PAUSES_S[1])
+        except TimeoutError:
+            pass
+        raise error
+
+    async def _try(self, prefill: str, decode: str) -> None:
+        ours, theirs = await self._ask(prefill, decode)
+        if ours["tp_size"] != theirs["tp_size"]:
+            raise _Unlike(
+                f"{prefill} has tp_size {ours['tp_size']} and {decode} has {theirs['tp_size']}: "
+                "LMDeploy links engines of the same tp_size only"
+            )
+        of_prefill = await self._at(prefill, self._initialize((prefill, ours), (decode, theirs)))
+        of_decode = await self._at(decode, self._initialize((decode, theirs), (prefill, ours)))
+        await self._at(prefill, self._engines.p2p_connect(prefill, decode, of_decode, self.key_of(prefill)))
+        await self._at(decode, self._engines.p2p_connect(decode, prefill, of_prefill, self.key_of(decode)))
+
+    async def _ask(self, prefill: str, decode: str) -> tuple[Json, Json]:
+        return (
+            await self._at(prefill, self._engines.engine_info(prefill, self.key_of(prefill))),
+            await self._at(decode, self._engines.engine_info(decode, self.key_of(decode))),
+        )
+
+    async def _initialize(self, local: tuple[str, Json], remote: tuple[str, Json]) -> Endpoint:
+        return await self._engines.p2p_initialize(local, remote, self.key_of(local[0]))
+
+    async def _at(self, url: str, call: Awaitable[T]) -> T:
+        """The call's result; its failure as that of the link, with the engine to blame."""
+        try:
+            return await call
+        except UpstreamError as e:
+            raise LinkFailed(f"the link could not be made: {e.message}", url=url) from e
+
+
+class _Unlike(Exception):
+    """Two engines that can never be linked as they are: trying again is no use."""

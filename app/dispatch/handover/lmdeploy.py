@@ -1,0 +1,214 @@
+"""LMDeploy's migration: prefill keeps the cache, decode fetches it over a link that was made before.
+
+Prefill's answer names the session and its blocks. What decode doesn't take is freed at the prefill engine, but
+only where the session's number is known for sure: an engine ends whatever session has the number it is told.
+
+Source: lmdeploy/serve/proxy/proxy.py and lmdeploy/pytorch/disagg/conn/protocol.py (0.18.0); the header from
+lmdeploy/serve/openai/distserve_fields.py, which newer engines want.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from app.dispatch.answer import Answer, EngineRequest, Whole
+from app.dispatch.bodies import members_of
+from app.dispatch.caller import Caller
+from app.dispatch.handover.bodies import Members, Prefilled, for_prefill, value_of, with_values
+from app.dispatch.handover.links import Links
+from app.dispatch.handover.protocol import CHAT, Handed, Sequential
+from app.dispatch.handover.sessions import Sessions
+from app.dispatch.hybrid import HeldNode
+from app.dispatch.pair import Pair
+from app.errors import BadRequest, EngineBroke, UpstreamError
+from app.store.handovers import Handovers
+from app.store.ledger import Ticket
+from app.upstream.transport import Response
+
+FROM_PROXY = (b"x-lmdeploy-distserve-proxy", b"1")
+LEARN_WITHIN_S = 5.0
+"""How long prefill's answer is read on for a client that left, to learn what is to be freed."""
+
+
+class Lmdeploy(Sequential):
+    """The protocol; one per worker."""
+
+    def __init__(
+        self,
+        *,
+        caller: Caller,
+        figures: Handovers,
+        links: Links,
+        sessions: Sessions,
+        protocol_number: int,
+        recompute: bool,
+    ) -> None:
+        super().__init__(caller=caller, figures=figures)
+        self._links = links
+        self._sessions = sessions
+        self._protocol_number = protocol_number
+        self._recompute = recompute
+
+    def check(self, members: Members) -> None:
+        super().check(members)
+        n = value_of(members, "n")
+        if isinstance(n, int) and n > 1:
+            raise BadRequest("n must be 1: LMDeploy migrates the cache of one choice only", param="n")
+
+    async def link(self, pair: Pair) -> None:
+        with pair.stage("link", pair.decode.url):
+            await self._links.ensure(pair.prefill.url, pair.decode.url)
+
+    def prefill_body(self, members: Members, path: bytes) -> bytes:
+        limits = ("max_tokens", "max_completion_tokens") if path == CHAT else ("max_tokens",)
+        return for_prefill(members, {"with_cache": True, "preserve_cache": True}, limits=limits)
+
+    async def call_prefill(self, url: str, request: EngineRequest) -> Whole:
+        return await super().call_prefill(url, with_header(request))
+
+    async def call_decode(self, pair: Pair, request: EngineRequest) -> Response:
+        return await super().call_decode(pair, with_header(request))
+
+    def hand(self, pair: Pair, members: Members, prefilled: Prefilled) -> Handed:
+        url, kept = pair.prefill.url, read_kept(prefilled.members)
+        if kept.blocks is None or kept.token is None:
+            self.figures.count("missing_params")
+            self._free(url, kept)
+            if not self._recompute:
+                raise EngineBroke(f"engine {url} handed nothing over: no cache_block_ids in its answer")
+            return Handed(prefilled, with_values(members, {}))
+        migration = {
+            "protocol": self._protocol_number,
+            "remote_engine_id": url,
+            "remote_session_id": kept.session,
+            "remote_token_id": kept.token,
+            "remote_block_ids": kept.blocks,
+            "is_dummy_prefill": False,
+        }
+        body = with_values(members, {"migration_request": migration})
+        return _Migrating(prefilled, body, url, kept, self._sessions, self.figures)
+
+    def left_in_prefill(self, pair: Pair, answer: asyncio.Task[Whole]) -> None:
+        # Aborted, the engine would keep a cache of which nobody has learnt the number.
+        self._sessions.run_in_background(self._learn_and_free(pair.leave_prefill(), answer))
+
+    async def _learn_and_free(self, ticket: Ticket, answer: asyncio.Task[Whole]) -> None:
+        url = ticket.url
+        try:
+            async with asyncio.timeout(LEARN_WITHIN_S):
+                whole = await answer
+            kept = read_kept(self.read(whole).members) if whole.status < 400 else Kept(0, False, None, None)
+        except (TimeoutError, UpstreamError):
+            self.figures.count("sessions_lost")
+            return
+        finally:
+            answer.cancel()
+            ticket.release(succeeded=False)
+        if kept.sure:
+            await self._sessions.free(url, kept.session)
+        elif whole.status < 400:
+            self.figures.count("sessions_lost")
+
+    def _free(self, url: str, kept: Kept) -> None:
+        if kept.sure:
+            self._sessions.free_soon(url, kept.session)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a prefill engine keeps. `sure`: its cache can be freed by the session's number."""
+
+    session: int
+    sure: bool
+    blocks: list[int] | None
+    token: int | None
+
+
+def read_kept(members: Members) -> Kept:
+    """The session, blocks and last token of a prefill answer; None where they are missing or of no use."""
+    blocks, tokens = _value(members, "cache_block_ids"), _value(members, "remote_token_ids")
+    session = _session_of(_value(members, "cache_session_id"), _value(members, "id"))
+    return Kept(
+        session or 0,
+        session is not None and session >= 0,
+        blocks if isinstance(blocks, list) and all(map(_is_int, blocks)) else None,
+        tokens[-1] if isinstance(tokens, list) and tokens and _is_int(tokens[-1]) else None,
+    )
+
+
+def _session_of(cache_session_id: Any, identifier: Any) -> int | None:
+    """`cache_session_id`, else an integer `id` (also as text), else None: chatcmpl-... is no session's number."""
+    if _is_int(cache_session_id):
+        return int(cache_session_id)
+    if _is_int(identifier):
+        return int(identifier)
+    text = identifier if isinstance(identifier, str) else ""
+    return int(text) if text.removeprefix("-").isdecimal() and text.isascii() else None
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _value(members: Members, name: str) -> Any:
+    return msgspec.json.decode(members[name]) if name in members else None
+
+
+def with_header(request: EngineRequest) -> EngineRequest:
+    return replace(request, headers=[*request.headers, FROM_PROXY])
+
+
+class _Migrating(Handed):
+    """A session whose cache prefill keeps until decode has it."""
+
+    def __init__(
+        self, prefilled: Prefilled, body: bytes, prefill: str, kept: Kept, sessions: Sessions, figures: Handovers
+    ) -> None:
+        super().__init__(prefilled, body)
+        self._prefill = prefill
+        self._kept = kept
+        self._sessions = sessions
+        self._figures = figures
+
+    def goes_to(self, url: str) -> None:
+        if self._kept.sure:
+            self._sessions.hold(self._prefill, self._kept.session, decode=url)
+
+    def taken(self) -> None:
+        if self._kept.sure:
+            self._sessions.clear(self._prefill, self._kept.session)
+
+    def abandon(self) -> None:
+        if self._kept.sure:
+            self._sessions.free_soon(self._prefill, self._kept.session)
+        else:
+            self._figures.count("sessions_lost")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldDummy(HeldNode):
+    """`--dummy-prefill`: decode alone, told that a prefill took place which did not."""
+
+    protocol_number: int
+
+    async def send(self, request: EngineRequest) -> Answer:
+        try:
+            body = with_values(members_of(request.body), {"migration_request": self._migration()})
+        except BaseException:
+            self.give_back()
+            raise
+        return await HeldNode.send(self, with_header(replace(request, body=body)))
+
+    def _migration(self) -> dict[str, Any]:
+        return {
+            "protocol": self.protocol_number,
+            "remote_engine_id": "dummy:dummy",
+            "remote_session_id": 0,
+            "remote_token_id": 0,
+            "remote_block_ids": [],
+            "is_dummy_prefill": True,
+        }

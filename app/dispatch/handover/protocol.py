@@ -1,0 +1,346 @@
+"""The two ways in which a hand-over can go: one leg after the other, or both at once.
+
+`Sequential` and `Concurrent` own the order of the calls, what happens when one fails and who has to give back
+what; a protocol fills in the bodies. Nothing of decode's answer goes to the client before its first bytes are
+here, so every failure until then has a status of its own, and another node can still be tried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any
+
+from app.dispatch.answer import Answer, Begun, EngineRequest, Whole
+from app.dispatch.bodies import members_of
+from app.dispatch.caller import IDENTITY, Caller
+from app.dispatch.handover.bodies import Members, Prefilled, check_splittable, read_prefilled, value_of
+from app.dispatch.handover.merge import Known, merged
+from app.dispatch.pair import Pair, never_arrived
+from app.errors import EngineBroke, UpstreamError
+from app.store.handovers import Handovers
+from app.upstream.transport import Response
+
+PREFILL_ANSWER_LIMIT_BYTES = 64 * 2**20
+DRAIN_S = 1.0
+"""How long an answer without a stream waits for prefill's, which ends before decode begins."""
+
+CHAT, COMPLETIONS, RESPONSES = b"/v1/chat/completions", b"/v1/completions", b"/v1/responses"
+
+
+class Protocol(ABC):
+    """One per worker."""
+
+    paths: frozenset[bytes] = frozenset((CHAT, COMPLETIONS))
+    """What is split; requests to other paths go whole to a decode node."""
+
+    def __init__(self, *, caller: Caller, figures: Handovers) -> None:
+        self.caller = caller
+        self.figures = figures
+
+    def check(self, members: Members) -> None:
+        """Refuse what can't be served split. Raises BadRequest."""
+        check_splittable(members)
+
+    @abstractmethod
+    async def run(self, pair: Pair, request: EngineRequest) -> Answer:
+        """Serve the request by the pair; whoever calls gives the pair back if this raises."""
+
+    # --- the calls
+
+    async def call_prefill(self, url: str, request: EngineRequest) -> Whole:
+        return await self.caller.fetch(url, request, limit_bytes=PREFILL_ANSWER_LIMIT_BYTES, prefill=True)
+
+    async def call_decode(self, pair: Pair, request: EngineRequest) -> Response:
+        """Decode's answer, its first bytes included; or one of 400 and more, to its head."""
+        url, begun_s = pair.decode.url, time.monotonic()
+        headers = [*(header for header in request.headers if header[0] != b"accept-encoding"), IDENTITY]
+        response = await self.caller.send(url, replace(request, headers=headers))
+        if response.status >= 400:
+            return response
+        try:
+            first = await response.read()
+        except BaseException:
+            response.close()
+            raise
+        pair.took("decode", url, time.monotonic() - begun_s)
+        return Begun(response, first)
+
+    def read(self, whole: Whole) -> Prefilled:
+        """Raises EngineBroke: no JSON, or the engine says that it gave the request up."""
+        prefilled = read_prefilled(whole)
+        if prefilled.aborted:
+            raise EngineBroke(f"engine {whole.url} broke off: it gave up the prefill")
+        return prefilled
+
+
+class Handed:
+    """What prefill handed over, and what is owed for it until decode has taken it."""
+
+    def __init__(self, prefilled: Prefilled | None, body: bytes, *, valid_until_s: float = float("inf")) -> None:
+        self.prefilled = prefilled
+        self.body = body
+        self.valid_until_s = valid_until_s  # time.monotonic()
+
+    @property
+    def valid(self) -> bool:
+        return time.monotonic() < self.valid_until_s
+
+    def goes_to(self, url: str) -> None:
+        """Decode at `url` is going to be called."""
+
+    def taken(self) -> None:
+        """Decode has sent its first token: the cache has moved."""
+
+    def abandon(self) -> None:
+        """Decode won't take it."""
+
+
+class Sequential(Protocol):
+    """Prefill, then decode with what prefill answered."""
+
+    @abstractmethod
+    def prefill_body(self, members: Members, path: bytes) -> bytes: ...
+
+    @abstractmethod
+    def hand(self, pair: Pair, members: Members, prefilled: Prefilled) -> Handed:
+        """Raises EngineBroke where nothing was handed over and the settings want that to fail."""
+
+    async def link(self, pair: Pair) -> None:
+        """Make sure that the two can reach each other. Raises LinkFailed."""
+
+    def left_in_prefill(self, pair: Pair, answer: asyncio.Task[Whole]) -> None:
+        """The client left while prefill computes."""
+        answer.cancel()
+
+    async def run(self, pair: Pair, request: EngineRequest) -> Answer:
+        members = members_of(request.body)
+        self.check(members)
+        while True:
+            handed = await self._prefill_somewhere(pair, request, members)
+            if isinstance(handed, Answer):
+                return handed
+            answer = await self._decode_somewhere(pair, request, members, handed)
+            if answer is not None:
+                return answer
+
+    async def _prefill_somewhere(self, pair: Pair, request: EngineRequest, members: Members) -> Handed | Answer:
+        path = request.path.partition(b"?")[0]
+        request = replace(request, body=self.prefill_body(members, path))
+        while True:
+            try:
+                await self.link(pair)
+                return await self._prefill(pair, request, members)
+            except UpstreamError as e:
+                url = e.url if isinstance(e, LinkFailed) else pair.prefill.url
+                if not (isinstance(e, LinkFailed) or never_arrived(e)) or not await pair.replace(url):
+                    raise
+
+    async def _prefill(self, pair: Pair, request: EngineRequest, members: Members) -> Handed | Answer:
+        url = pair.prefill.url
+        answer = asyncio.create_task(self.call_prefill(url, request), name="prefill")
+        begun_s = time.monotonic()
+        try:
+            whole = await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            self.left_in_prefill(pair, answer)
+            raise
+        if whole.status >= 400:
+            pair.give_back()
+            return Answer(whole, url, ())
+        pair.took("prefill", url, time.monotonic() - begun_s)
+        handed = self.hand(pair, members, self.read(whole))
+        pair.prefill.release(succeeded=True)
+        return handed
+
+    async def _decode_somewhere(
+        self, pair: Pair, request: EngineRequest, members: Members, handed: Handed
+    ) -> Answer | None:
+        """The answer; None: the hand-over is too old by now, and another was asked for."""
+        done_s = time.monotonic()
+        try:
+            while True:
+                handed.goes_to(pair.decode.url)
+                pair.took("handover", pair.decode.url, time.monotonic() - done_s)
+                try:
+                    response = await self.call_decode(pair, replace(request, body=handed.body))
+                    break
+                except UpstreamError as e:
+                    if not never_arrived(e) or not await pair.replace_decode():
+                        raise
+                if not handed.valid:
+                    handed.abandon()
+                    if await pair.prefill_again():
+                        return None
+                    raise EngineBroke(f"engine {pair.decode.url} was free only after the hand-over had run out")
+                done_s = time.monotonic()
+                await self.link(pair)
+        except BaseException:
+            handed.abandon()
+            raise
+        if response.status >= 400:
+            handed.abandon()
+        else:
+            handed.taken()
+        return await finish(pair, response, lambda: handed.prefilled)
+
+
+class LinkFailed(UpstreamError):
+    """Two engines could not be linked. `url`: the one to blame."""
+
+    code = "link_failed"
+
+    def __init__(self, message: str, *, url: str) -> None:
+        super().__init__(message)
+        self.url = url
+
+
+class _LegFailed(Exception):
+    """A leg's error, with the node that it is about."""
+
+    def __init__(self, url: str, error: UpstreamError) -> None:
+        super().__init__()
+        self.url = url
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class Legs:
+    """The two calls of a hand-over that goes on at both ends at once."""
+
+    prefill: EngineRequest
+    decode: EngineRequest
+
+
+class Concurrent(Protocol):
+    """Both legs at once; each waits at the other engine for its counterpart."""
+
+    @abstractmethod
+    async def legs(self, pair: Pair, request: EngineRequest, members: Members) -> Legs:
+        """With ids that no other attempt has. Raises UpstreamError: prefill can't say where its cache will be."""
+
+    def failed(self, url: str) -> None:
+        """A hand-over by the prefill node at `url` failed, at whichever end."""
+
+    async def run(self, pair: Pair, request: EngineRequest) -> Answer:
+        members = members_of(request.body)
+        self.check(members)
+        while True:
+            prefill = url = pair.prefill.url
+            try:
+                answer = await self._race(pair, await self.legs(pair, request, members), members)
+                if answer.status >= 500:
+                    self.failed(prefill)
+                return answer
+            except _LegFailed as e:
+                url, error = e.url, e.error
+            except UpstreamError as e:
+                error = e
+            self.failed(prefill)
+            if not never_arrived(error) or not await pair.replace(url):
+                raise error
+
+    async def _race(self, pair: Pair, legs: Legs, members: Members) -> Answer:
+        prefill = asyncio.create_task(self._prefill_leg(pair, legs.prefill), name="prefill")
+        decode = asyncio.create_task(self._decode_leg(pair, legs.decode), name="decode")
+        try:
+            done, _ = await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
+            if prefill in done:
+                whole = prefill.result()
+                if whole.status >= 400:
+                    await _end(decode)
+                    pair.give_back()
+                    return Answer(whole, whole.url, ())
+                self.read(whole)
+                pair.prefill.release(succeeded=True)
+                await asyncio.wait((decode,))
+            response = decode.result()
+            if response.status >= 400:
+                await _end(prefill)
+                pair.prefill.release(succeeded=False)
+                return await finish(pair, response, lambda: None)
+        except BaseException:
+            await _end(prefill)
+            await _end(decode)
+            raise
+        return await self._beside(pair, members, response, prefill)
+
+    async def _beside(self, pair: Pair, members: Members, response: Response, prefill: asyncio.Task[Whole]) -> Answer:
+        """Decode answers; prefill's own answer is read to its end beside it, and not for longer."""
+        ticket = pair.prefill
+        prefill.add_done_callback(lambda task: ticket.release(succeeded=_succeeded(task)))
+        both = _Both(response, prefill)
+        try:
+            if value_of(members, "stream") is not True or value_of(members, "return_logprob"):
+                # What prefill has to say is wanted in the answer, and it is about to say it.
+                await asyncio.wait((prefill,), timeout=DRAIN_S)
+            return await finish(pair, both, lambda: self._said(prefill))
+        except BaseException:
+            both.close()
+            raise
+
+    def _said(self, prefill: asyncio.Task[Whole]) -> Prefilled | None:
+        try:
+            return self.read(prefill.result()) if prefill.done() and _succeeded(prefill) else None
+        except UpstreamError:
+            return None
+
+    async def _prefill_leg(self, pair: Pair, request: EngineRequest) -> Whole:
+        url, begun_s = pair.prefill.url, time.monotonic()
+        try:
+            whole = await self.call_prefill(url, request)
+        except UpstreamError as e:
+            raise _LegFailed(url, e) from e
+        if whole.status < 400:
+            pair.took("prefill", url, time.monotonic() - begun_s)
+        return whole
+
+    async def _decode_leg(self, pair: Pair, request: EngineRequest) -> Response:
+        try:
+            return await self.call_decode(pair, request)
+        except UpstreamError as e:
+            raise _LegFailed(pair.decode.url, e) from e
+
+
+class _Both:
+    """Decode's answer; whoever closes it ends prefill's leg too."""
+
+    def __init__(self, response: Response, prefill: asyncio.Task[Whole]) -> None:
+        self.status = response.status
+        self.headers = response.headers
+        self._response = response
+        self._prefill = prefill
+
+    async def read(self) -> bytes:
+        return await self._response.read()
+
+    def close(self) -> None:
+        self._prefill.cancel()
+        self._response.close()
+
+
+async def finish(pair: Pair, response: Response, known: Known) -> Answer:
+    """The answer for the client: decode's, with prefill's figures where it shows any."""
+    url = pair.decode.url
+    try:
+        response = await merged(response, known, url=url)
+    except BaseException:
+        response.close()
+        raise
+    answer = Answer(response, url, (pair.decode,))
+    answer.headers = [*answer.headers, pair.server_timing()]
+    return answer
+
+
+async def _end(leg: asyncio.Task[Any]) -> None:
+    """Cancel a leg and wait until its connection is gone; an answer that it has got is closed."""
+    leg.cancel()
+    await asyncio.wait((leg,))
+    if not leg.cancelled() and leg.exception() is None:
+        leg.result().close()
+
+
+def _succeeded(leg: asyncio.Task[Whole]) -> bool:
+    return not leg.cancelled() and leg.exception() is None and leg.result().status < 400

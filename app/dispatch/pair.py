@@ -1,0 +1,119 @@
+"""The pair of a split request: a prefill and a decode node, both counted from one moment on.
+
+Owns which nodes a request holds, which have failed it, and the times of its stages. It must not know how the
+KV cache is handed over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from app.dispatch.hybrid import candidates
+from app.errors import EngineTimeout, EngineUnreachable, ModelNotFound, NoNodeAvailable, UpstreamError
+from app.nodes import Role
+from app.store.handovers import Handovers
+from app.store.ledger import Ledger, Select, Ticket
+from app.store.snapshot import Pool, Snapshot
+
+MOST_RETRIES = 2
+"""Other nodes that are tried for a request whose node can't be reached."""
+
+
+def never_arrived(error: UpstreamError) -> bool:
+    """Whether the engine can't have seen the request: then it costs nothing to ask another."""
+    return isinstance(error, EngineUnreachable) or (isinstance(error, EngineTimeout) and error.stage == "connect")
+
+
+def untried(model: str, role: Role, tried: Collection[str]) -> Select:
+    """The candidates but those that failed this request already."""
+    select = candidates(model, role)
+
+    def select_untried(snapshot: Snapshot) -> Pool:
+        left = snapshot.without(select(snapshot), tried)
+        if left is None:
+            raise NoNodeAvailable(f"no other {role.name} node with the model {model!r} is left to try")
+        return left
+
+    return select_untried
+
+
+class Pair:
+    """One request's. `prefill` and `decode` may become other nodes while it is tried."""
+
+    def __init__(self, model: str, prefill: Ticket, decode: Ticket, *, ledger: Ledger, figures: Handovers) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self._model = model
+        self._ledger = ledger
+        self._figures = figures
+        self._tried: set[str] = set()
+        self._retries_left = MOST_RETRIES
+        self._left = False
+        self._timings: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<Pair {self.prefill.url} -> {self.decode.url} tried={len(self._tried)}>"
+
+    async def replace_prefill(self) -> bool:
+        """Take another prefill node instead. False: none is left, or enough have been tried."""
+        ticket = await self._another(Role.Prefill, self.prefill)
+        self.prefill = ticket or self.prefill
+        return ticket is not None
+
+    async def replace_decode(self) -> bool:
+        ticket = await self._another(Role.Decode, self.decode)
+        self.decode = ticket or self.decode
+        return ticket is not None
+
+    async def replace(self, url: str) -> bool:
+        """Whichever of the two is at `url`."""
+        return await (self.replace_decode() if url == self.decode.url else self.replace_prefill())
+
+    async def prefill_again(self) -> bool:
+        """Count the prefill node once more: what it handed over can't be used any longer."""
+        if not self._retries_left:
+            return False
+        self._retries_left -= 1
+        self.prefill = await self._ledger.acquire(untried(self._model, Role.Prefill, self._tried))
+        return True
+
+    def leave_prefill(self) -> Ticket:
+        """From now on the prefill leg's count is given back by the caller, who waits for its end."""
+        self._left = True
+        return self.prefill
+
+    def give_back(self) -> None:
+        if not self._left:
+            self.prefill.release(succeeded=False)
+        self.decode.release(succeeded=False)
+
+    async def _another(self, role: Role, failed: Ticket) -> Ticket | None:
+        self._tried.add(failed.url)
+        if not self._retries_left:
+            return None
+        self._retries_left -= 1
+        failed.release(succeeded=False)
+        try:
+            return await self._ledger.acquire(untried(self._model, role, self._tried))
+        except (ModelNotFound, NoNodeAvailable):
+            return None
+
+    # --- stages
+
+    @contextmanager
+    def stage(self, name: str, url: str) -> Iterator[None]:
+        """Time a stage at a node; it counts only if it succeeds."""
+        begun_s = time.monotonic()
+        yield
+        self.took(name, url, time.monotonic() - begun_s)
+
+    def took(self, name: str, url: str, seconds: float) -> None:
+        self._timings[name] = self._timings.get(name, 0.0) + seconds
+        self._figures.took(url, name, seconds)
+
+    def server_timing(self) -> tuple[bytes, bytes]:
+        """The header with all stages so far, ms. Source: W3C Server Timing."""
+        stages = (f"{name};dur={seconds * 1000:.1f}" for name, seconds in self._timings.items())
+        return b"server-timing", ", ".join(stages).encode()

@@ -1,0 +1,36 @@
+"""Figures of split serving: how often what happened, and how long its stages took, over all workers.
+
+Owns HASH handovers (what -> how often) and HASH stages:<url> (<stage>_s, <stage>_count: sums that only grow).
+They are figures: sent behind the counts on the hot connection, never waited for, lost while Redis is away.
+"""
+
+from __future__ import annotations
+
+from app.store.keys import Keys
+from app.store.ledger import Ledger
+from app.store.links import hash_of
+from app.store.registry import Registry
+
+
+class Handovers:
+    """One per worker."""
+
+    def __init__(self, *, ledger: Ledger, registry: Registry, keys: Keys) -> None:
+        self._ledger = ledger
+        self._registry = registry
+        self._keys = keys
+
+    def count(self, what: str) -> None:
+        """One more: links_made, links_failed, sessions_freed, sessions_lost, missing_params, prefill_fallback."""
+        self._ledger.note("HINCRBY", self._keys.handovers, what, 1)
+
+    def took(self, url: str, stage: str, seconds: float) -> None:
+        """A stage of a request (link, prefill, handover, decode) took so long at the node."""
+        name = self._keys.stages(url)
+        self._ledger.note("HINCRBYFLOAT", name, f"{stage}_s", f"{seconds:.6f}")
+        self._ledger.note("HINCRBY", name, f"{stage}_count", 1)
+
+    async def counts(self) -> dict[str, int]:
+        """Raises StoreUnavailable."""
+        found = await hash_of(self._registry, self._keys.handovers)
+        return {what: int(count) for what, count in found.items() if count.isdecimal()}

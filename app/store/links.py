@@ -1,0 +1,131 @@
+"""Links between prefill and decode engines, as the whole deployment knows them.
+
+Owns HASH links: `<prefill>|<decode>` -> a JSON record, readable with redis-cli. Establishing a link takes
+seconds and must happen once, so one worker claims a pair while the others look at what becomes of it. It must
+not know HTTP or how a link is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from redis.exceptions import RedisError
+
+from app.errors import StoreUnavailable
+from app.store.keys import Keys
+from app.store.registry import Registry
+from app.store.scripts import Code
+
+
+class Link(msgspec.Struct, omit_defaults=True):
+    """A record. `lives` names the lives of both nodes; a link of other lives is void.
+
+    state: connecting or undoing, until `until_ms` (Redis's clock); connected; or failed, and not tried again
+    until `until_ms`.
+    """
+
+    state: str
+    lives: str
+    version: int
+    since_ms: int = 0
+    until_ms: int = 0
+    owner: str = ""
+    took_ms: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What `claim` found: `code` as in claim_link.lua, `text` the record as it stands, `link` the same read,
+    `before` the one that stood there before a claim of this worker."""
+
+    code: Code
+    text: str
+    link: Link
+    before: Link
+
+
+def pair_of(prefill: str, decode: str) -> str:
+    return f"{prefill}|{decode}"
+
+
+def ends_of(pair: str) -> tuple[str, str]:
+    prefill, _, decode = pair.partition("|")
+    return prefill, decode
+
+
+def read_link(text: str) -> Link:
+    """A record; one that somebody damaged counts as a link that is not there."""
+    try:
+        return msgspec.json.decode(text, type=Link)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return Link("void", "", 0)
+
+
+class LinkTable:
+    """One per worker; every coroutine may raise StoreUnavailable."""
+
+    def __init__(self, *, registry: Registry, keys: Keys, worker: str) -> None:
+        self._registry = registry
+        self._keys = keys
+        self._worker = worker
+
+    def __repr__(self) -> str:
+        return f"<LinkTable of {self._worker}>"
+
+    async def claim(self, pair: str, lives: str, version: int, *, wait_s: float) -> Claim:
+        """Learn whether `pair` is linked, or take it upon this worker to link it within `wait_s`."""
+        arguments = [pair, self._worker, lives, version, round(wait_s * 1000)]
+        code, text, before = await self._run("claim_link", [self._keys.links, self._keys.workers], arguments)
+        return Claim(Code(code), text, read_link(text), read_link(before))
+
+    async def settle(self, pair: str, seen: str, link: Link) -> bool:
+        """Put down what became of a claim. False: it isn't this worker's any more."""
+        return await self._swap(self._keys.links, pair, seen, msgspec.json.encode(link).decode())
+
+    async def mark_undoing(self, pair: str, seen: str, link: Link, *, within_ms: int) -> str | None:
+        """Keep everybody from linking the pair meanwhile; the record that says so, None: another was faster."""
+        link.until_ms = await self._now_ms() + within_ms
+        text = msgspec.json.encode(link).decode()
+        return text if await self._swap(self._keys.links, pair, seen, text) else None
+
+    async def drop(self, pair: str, seen: str) -> bool:
+        """Take a record away. True for exactly one of those who saw it: that one undoes the link."""
+        return await self._swap(self._keys.links, pair, seen, "")
+
+    async def all(self) -> dict[str, str]:
+        """Every pair with its record, as text."""
+        return await hash_of(self._registry, self._keys.links)
+
+    async def _now_ms(self) -> int:
+        try:
+            seconds, microseconds = await self._registry.redis.time()
+        except (RedisError, OSError, TimeoutError) as e:
+            raise StoreUnavailable(f"Redis can't be used: {e or type(e).__name__}") from e
+        return int(seconds * 1000 + microseconds // 1000)
+
+    async def _swap(self, name: str, field: str, seen: str, new: str) -> bool:
+        (code,) = await self._run("swap_record", [name], [field, seen, new])
+        return bool(code == Code.DONE)
+
+    async def _run(self, script: str, names: list[str], arguments: list[Any]) -> Any:
+        return await run(self._registry, script, names, arguments)
+
+
+async def run(registry: Registry, script: str, names: list[str], arguments: list[Any]) -> Any:
+    """Run a script over the management connection. Raises StoreUnavailable."""
+    try:
+        return await registry.run(script, names, arguments)
+    except (RedisError, OSError, TimeoutError) as e:
+        raise StoreUnavailable(f"Redis can't be used: {e or type(e).__name__}") from e
+
+
+async def hash_of(registry: Registry, name: str) -> dict[str, str]:
+    """A whole hash. Raises StoreUnavailable."""
+    try:
+        found: dict[Any, Any] = await registry.redis.hgetall(name)
+    except (RedisError, OSError, TimeoutError) as e:
+        raise StoreUnavailable(f"Redis can't be used: {e or type(e).__name__}") from e
+    return found

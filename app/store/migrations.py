@@ -1,0 +1,119 @@
+"""Sessions under migration: caches that prefill engines keep until decode has taken them over.
+
+Owns HASH migrations (`<prefill>|<session>` -> JSON). A session stands here from before decode is called
+until decode has sent its first token. Notes go out on the ordered hot connection and nobody waits for them;
+what a worker that died has left is found and freed by another one. It must not know HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from redis.exceptions import RedisError
+
+from app.errors import StoreUnavailable
+from app.store.keys import Keys
+from app.store.ledger import Ledger
+from app.store.links import hash_of, run
+from app.store.registry import Registry
+from app.store.scripts import Code, Script
+
+
+class Migration(msgspec.Struct):
+    """A record. `life`: of the prefill node; a number of an older life may belong to another session by now."""
+
+    decode: str
+    worker: str
+    life: int
+    at_ms: int
+
+
+def name_of(prefill: str, session: int) -> str:
+    return f"{prefill}|{session}"
+
+
+def session_of(name: str) -> tuple[str, int]:
+    """(prefill URL, session id). Raises ValueError for a name that no worker wrote."""
+    prefill, _, session = name.rpartition("|")
+    return prefill, int(session)
+
+
+class Migrations:
+    """One per worker. `held`: this worker's own, name -> (decode, life)."""
+
+    def __init__(
+        self, *, ledger: Ledger, registry: Registry, keys: Keys, scripts: Mapping[str, Script], worker: str
+    ) -> None:
+        self.worker = worker
+        self.held: dict[str, tuple[str, int]] = {}
+        self._ledger = ledger
+        self._registry = registry
+        self._keys = keys
+        self._hold = scripts["hold_migration"]
+
+    def __repr__(self) -> str:
+        return f"<Migrations held={len(self.held)}>"
+
+    # --- notes: at once, never failing
+
+    def hold(self, prefill: str, session: int, *, decode: str, life: int) -> None:
+        name = name_of(prefill, session)
+        self.held[name] = (decode, life)
+        self._note(name)
+
+    def clear(self, prefill: str, session: int) -> None:
+        name = name_of(prefill, session)
+        if self.held.pop(name, None) is not None:
+            self._ledger.note("HDEL", self._keys.migrations, name)
+
+    def note_again(self) -> None:
+        """Write down once more what is held: Redis may have lost it since."""
+        for name in self.held:
+            self._note(name)
+
+    def _note(self, name: str) -> None:
+        decode, life = self.held[name]
+        command = self._hold.evalsha([self._keys.migrations], [name, decode, self.worker, life])
+        # EVAL: no answer is looked at, so nobody would notice that the server has lost the script.
+        self._ledger.note("EVAL", self._hold.text, *command[2:])
+
+    # --- what others left: may raise StoreUnavailable
+
+    async def all(self) -> dict[str, str]:
+        """Every session with its record, as text."""
+        return await hash_of(self._registry, self._keys.migrations)
+
+    async def take_over(self, name: str, seen: str, record: Migration) -> str | None:
+        """Make another worker's session this one's, to free it; its record then, None if another was faster."""
+        mine = msgspec.json.encode(msgspec.structs.replace(record, worker=self.worker)).decode()
+        return mine if await self._swap(name, seen, mine) else None
+
+    async def forget(self, name: str, seen: str) -> bool:
+        return await self._swap(name, seen, "")
+
+    async def workers_and_time(self) -> tuple[set[str], int]:
+        """The workers whose lease runs, and Redis's clock in ms."""
+        try:
+            async with self._registry.redis.pipeline(transaction=True) as pipe:
+                pipe.time()
+                pipe.zrange(self._keys.workers, 0, -1, withscores=True)
+                (seconds, microseconds), leases = await pipe.execute()
+        except (RedisError, OSError, TimeoutError) as e:
+            raise StoreUnavailable(f"Redis can't be used: {e or type(e).__name__}") from e
+        now_ms = seconds * 1000 + microseconds // 1000
+        return {worker for worker, until_ms in leases if until_ms > now_ms}, now_ms
+
+    async def _swap(self, name: str, seen: str, new: str) -> bool:
+        arguments: list[Any] = [name, seen, new]
+        (code,) = await run(self._registry, "swap_record", [self._keys.migrations], arguments)
+        return bool(code == Code.DONE)
+
+
+def read_migration(text: str) -> Migration | None:
+    """A record; None for one that somebody damaged."""
+    try:
+        return msgspec.json.decode(text, type=Migration)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

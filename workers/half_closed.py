@@ -1,0 +1,56 @@
+"""A client that has ended its side of the connection: does it still wait for its answer, or has it left?
+
+Owns one connection from that moment on: how it is told, and when. It must not know requests.
+
+TCP says the same in both cases: `shutdown(SHUT_WR)` and `close()` send one FIN. Only an answer to bytes of ours
+tells them apart: a host whose socket is closed answers a reset, within a round trip. So something is written that
+any HTTP/1.1 client passes over: `100 Continue`, which may come unasked and more than once before the answer's head.
+More than once also because a TCP proxy in between takes the first for a client that is gone already, and because a
+client may leave later. Once the head is out nothing of the kind exists; the answer's own bytes do it then.
+
+Source: RFC 9110, 15.2 ("a client MUST be able to parse one or more 1xx responses") and 15.2.1; RFC 9293, 3.10.7.1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+from collections.abc import Callable
+
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+PROBE_EVERY_S = 0.25  # two of them, a proxy's round trip and a look still fit into the second that a client has
+LOOK_EVERY_S = 0.05
+
+
+class HalfClosed:
+    """Probes and looks until the connection is closed; aborts it when the client turns out to have left.
+
+    Args:
+        may_probe: whether an interim answer may be written at this moment.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, may_probe: Callable[[], bool]
+    ) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._may_probe = may_probe
+        self._probe_at_s = 0.0
+        self._look()
+
+    def _look(self) -> None:
+        if self._transport.is_closing():
+            return
+        if self._is_reset():
+            self._transport.abort()
+            return
+        if self._loop.time() >= self._probe_at_s and self._may_probe():
+            self._probe_at_s = self._loop.time() + PROBE_EVERY_S
+            self._transport.write(PROBE)
+        self._loop.call_later(LOOK_EVERY_S, self._look)
+
+    def _is_reset(self) -> bool:
+        # The event loop reads no more from such a socket, so it is asked: a reset closes both its directions.
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), 0)
+        return any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))
