@@ -115,6 +115,7 @@ FRAGMENTS: dict[str, dict[str, Any]] = {
     "whole": {},
     "bytes": {"frag_bytes": 1},
     "sevens": {"frag_bytes": 7, "crlf": True, "comments": True},
+    "long": {"line_kb": 600, "body_mb": 1},
 }
 TOLD = {
     "prompt_tokens": 11,
@@ -142,6 +143,19 @@ def test_r44_usage_is_of_both_legs_and_every_other_byte_is_decodes(
     with SimulatedEngine(models=(floor.model,), chunks=3, **knobs) as plain:
         said = asyncio.run(_directly(plain, floor, options))
     assert without_usage(answer.body) == without_usage(said)
+
+
+def test_events_whose_usage_is_null_keep_it(floor: PdFloor) -> None:
+    floor.pair(prefill={"null_usage": True}, decode={"null_usage": True})
+    answer = floor.chat(stream=True, stream_options={"include_usage": True})
+    assert [event["usage"] for _, event in answer.chunks()] == [None, None, None, TOLD]
+
+
+def test_no_leg_is_asked_for_a_compressed_answer(floor: PdFloor) -> None:
+    """What comes compressed can't be given the right usage."""
+    p, d = floor.pair()
+    assert floor.chat(headers={"accept-encoding": "gzip, br"}).ok
+    assert {r.header(b"accept-encoding") for r in (*p.requests, *d.requests)} <= {None, b"identity"}
 
 
 def test_r44_a_stream_that_asks_for_no_usage_is_passed_byte_for_byte(floor: PdFloor) -> None:
