@@ -8,12 +8,13 @@ time does that (`workers.janitor`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 from app.dispatch.handover.links import Links
 from app.dispatch.handover.sessions import Sessions, quietly
-from app.errors import BadRequest, UpstreamError
+from app.errors import BadRequest, StoreUnavailable, UpstreamError
 from app.nodes import Role, State
 from app.store.handovers import Handovers
 from app.store.links import Link, LinkTable, ends_of, pair_of, read_link
@@ -58,6 +59,8 @@ class DistServe:
     async def warm_up(self) -> Json:
         """Link every prefill with every decode node of the same model; what became of each pair."""
         self._check_linked()
+        with contextlib.suppress(StoreUnavailable):
+            await self._registry.refresh()  # a node may have been added through another worker just now
         pairs = list(self._pairs())
         failures = await asyncio.gather(*(self._ensure(*pair) for pair in pairs))
         links = {
@@ -127,7 +130,7 @@ class DistServe:
 
     def tidy_own(self) -> None:
         """Every worker, now and then: free its sessions of removed nodes, note the others once more."""
-        self._sessions.free_of_removed()
+        self._sessions.look_after_own()
         self._migrations.note_again()
 
     async def _undo(self, pair: str, text: str, link: Link) -> None:

@@ -102,7 +102,7 @@ class LinkTable:
             text = await found if isinstance(found, Awaitable) else found
         except (RedisError, OSError, TimeoutError) as e:
             raise StoreUnavailable(f"Redis can't be used: {e or type(e).__name__}") from e
-        return read_link(text or "")
+        return read_link(str(text or ""))
 
     async def all(self) -> dict[str, str]:
         """Every pair with its record, as text."""

@@ -144,7 +144,7 @@ def test_a_link_that_can_not_be_made_is_told_in_bounded_time_and_not_for_ever(fl
     assert floor.table()["counts"].get("links_failed", 0) >= 1
     eventually(lambda: not prefill.held, within_s=2)
     decode.heal()
-    assert floor.chat().ok
+    eventually(lambda: floor.chat().ok, within_s=1)
 
 
 def test_an_engine_that_never_answers_holds_nobody_longer_than_the_limit(floor: Floor) -> None:
@@ -181,7 +181,8 @@ def test_warm_up_connects_all_pairs_once_and_tells_of_each(floor: Floor) -> None
     wanted = {pair(p, d): "failed" if d is decodes[2] else "connected" for p in prefills for d in decodes}
     assert {name: entry["state"] for name, entry in told["links"].items()} == wanted
     errors = {name: entry["error"] or "" for name, entry in told["links"].items()}
-    assert all(("tp_size" in error) == (wanted[name] == "failed") for name, error in errors.items()), errors
+    wrong = {n: e for n, e in errors.items() if ("tp_size" in e) != (wanted[n] == "failed")}
+    assert not wrong
     assert len(floor.fabric.links_made) == 4
     floor.remove(decodes[2])
     made = dict(floor.fabric.initialized)
@@ -326,7 +327,7 @@ def test_removing_a_node_that_is_dead_leaves_the_other_side_clean(floor: Floor, 
     floor.remove(dead)
     assert time.monotonic() - begun_s < 3
     eventually(lambda: not alive.strict.links.held, within_s=3)
-    assert floor.link(prefill, decode) is None
+    eventually(lambda: floor.link(prefill, decode) is None, within_s=3)
 
 
 def test_a_restart_of_the_deployment_keeps_links_that_are_true(

@@ -210,11 +210,15 @@ def test_stages_are_timed_in_a_header_and_in_redis(floor: Floor) -> None:
     assert {"prefill", "decode"} <= set(second)
     assert second.get("link", 0.0) < 100, "it is there already"
     eventually(lambda: stage_count(floor, prefill, "prefill") == stage_count(floor, decode, "decode") == 2)
-    assert float(floor.hash("stages")[f"{prefill.url} prefill_s"]) >= 0.4
+    assert float(floor.hash(f"stages:{prefill.url}")["prefill_s"]) >= 0.4
+    (shown,) = (
+        node["stages"] for url, node in floor.deployment.get("/nodes/status").json().items() if url == prefill.url
+    )
+    assert shown["prefill"]["count"] == 2 and shown["prefill"]["mean_s"] >= 0.2
 
 
 def stage_count(floor: Floor, engine: PdEngine, stage: str) -> int:
-    return int(floor.hash("stages").get(f"{engine.url} {stage}_count", 0))
+    return int(floor.hash(f"stages:{engine.url}").get(f"{stage}_count", 0))
 
 
 # --- session ids

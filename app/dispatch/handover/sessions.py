@@ -65,13 +65,17 @@ class Sessions:
         if held is not None:
             self.run_in_background(self._free_own(prefill, session, *held))
 
-    def free_of_removed(self) -> None:
-        """Free this worker's sessions of nodes that were taken out: nobody will come for them."""
+    def look_after_own(self) -> None:
+        """Free this worker's sessions of nodes that were taken out: nobody will come for them. Strike off those
+        of a prefill process that is no more: a number of its may be another session's by now."""
         nodes = self._registry.snapshot.nodes
-        for name, (decode, _) in list(self._migrations.held.items()):
+        for name, (decode, life) in list(self._migrations.held.items()):
             prefill, session = session_of(name)
             if prefill not in nodes or decode not in nodes:
                 self.free_soon(prefill, session)
+            elif nodes[prefill].life != life:
+                self._migrations.clear(prefill, session)
+                self._figures.count("sessions_lost")
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name="session")
@@ -138,6 +142,7 @@ class Sessions:
         node = self._registry.snapshot.nodes.get(prefill)
         if node is not None and node.life != record.life:
             await self._migrations.forget(name, mine)  # it went with the process that kept it
+            self._figures.count("sessions_lost")
             return
         freed = await self.free(prefill, session)
         result["freed" if freed else "failed"].append(entry)
