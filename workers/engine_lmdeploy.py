@@ -117,6 +117,7 @@ class LmdeployEngine(Engine):
         self.known_as = known_as
         self._prefills: dict[Record, Session] = {}
         self._pulls: dict[Record, Pull] = {}
+        self._frees: dict[Record, int] = {}  # calls of free_cache whose answer is on its way
         self._releases: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -156,6 +157,8 @@ class LmdeployEngine(Engine):
 
     async def crash(self) -> None:
         """As a SIGKILL: what it held is gone, and its links are void for the other side too."""
+        for number in self._frees.values():
+            self.books.unheard(number)
         await super().crash()
         self.incarnation += 1
         for session in list(self.books.sessions.values()):
@@ -172,6 +175,9 @@ class LmdeployEngine(Engine):
         super().end(record, aborted=aborted)
         if not ends:
             return
+        freed = self._frees.pop(record, None)
+        if freed is not None and aborted:
+            self.books.unheard(freed)
         session = self._prefills.pop(record, None)
         if session is not None and (session.undelivered or (aborted and self.traits.abort_frees)):
             self.books.end(session, "lost")
@@ -183,8 +189,7 @@ class LmdeployEngine(Engine):
             # The timer may be a moment later than the write that ends a short answer.
             if pull.reaches and (not aborted or record.chunk_s):
                 self._first_token(pull)
-        freed = pull.session is not None and pull.session.ended == "freed"
-        if freed and pull.taken and not aborted:
+        if pull.session is not None and pull.session.ended == "freed" and pull.taken and not aborted:
             self._violation(f"session {pull.number} was freed while decode pulled it")
 
     def remembered(self, record: Record, keep_alive: bool) -> Made | None:
@@ -260,6 +265,8 @@ class LmdeployEngine(Engine):
             answer = answers.json_answer(200, msgspec.json.encode(self.info()).decode())
         else:
             answer = answers.json_answer(200, routes[call](body))
+            if call == "free_cache":
+                self._frees[record] = body["remote_session_id"]
         if fault.body is not None:
             answer = answers.json_answer(200, fault.body)
         answer.first_s = fault.delay_s

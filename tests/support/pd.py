@@ -199,6 +199,14 @@ class Floor:
     def pair(self, **options: Any) -> tuple[PdEngine, PdEngine]:
         return self.prefill(**options), self.decode(**options)
 
+    def linked_pair(self, **options: Any) -> tuple[PdEngine, PdEngine]:
+        """A pair that has served once, so that nothing but the test's own matter takes time; session 1 is over."""
+        made = self.pair(**options)
+        assert self.chat().ok
+        for engine in made:
+            engine.forget()
+        return made
+
     def hybrid(self, **options: Any) -> SimulatedEngine:
         """A plain engine of role Hybrid."""
         engine = SimulatedEngine(loop=self._loop, **({"models": (self.model,)} | options))

@@ -467,6 +467,25 @@ async def test_dummy_prefill_names_no_session(us: Distributor, fabric: Fabric) -
     refused(await us.decode(us.migration(nobody)), fabric, "is_dummy_prefill")
 
 
+@pytest.mark.parametrize("how", ["the client leaves", "the engine dies"])
+async def test_a_session_may_be_freed_again_where_the_answer_was_lost(
+    us: Distributor, fabric: Fabric, how: str
+) -> None:
+    await us.prefill()
+    us.p.fault("free_cache", delay_s=30)
+    lost = asyncio.create_task(us.free(1))
+    await aeventually(lambda: us.p.freed == [1])
+    if how == "the client leaves":
+        lost.cancel()
+    else:
+        await asyncio.to_thread(us.p.restart)
+    with pytest.raises((asyncio.CancelledError, aiohttp.ClientError)):
+        await lost
+    await aeventually(lambda: us.p.in_flight == 0)
+    assert (await us.free(1))[0] == 200
+    assert not fabric.violations
+
+
 # --- as processes of their own
 
 
