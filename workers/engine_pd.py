@@ -175,11 +175,11 @@ class PdEngine(Engine):
     async def crash(self) -> None:
         """As a SIGKILL: what was kept is lost, and the next incarnation has new engine ids."""
         self._lost = True
+        self.incarnation += 1  # before its connections end: what was on them may be elsewhere a moment later
         await super().crash()
         for key in list(self.kept):
             self._let_go(key)
         self._lost = False
-        self.incarnation += 1
         self._name_itself()
 
     def _name_itself(self) -> None:

@@ -171,17 +171,22 @@ async def _directly(engine: SimulatedEngine, floor: PdFloor, options: dict[str, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_server_timing_tells_the_stages_and_redis_keeps_them(floor: PdFloor, stream: bool) -> None:
+def test_server_timing_tells_the_stages_and_the_nodes_status_their_means(floor: PdFloor, stream: bool) -> None:
     p, d = floor.pair(prefill={"ttft_s": 0.2}, decode={"ttft_s": 0.1})
     answer = floor.chat(stream=stream)
     told = timings(answer)
     assert {"prefill", "decode"} <= set(told) <= {"link", "prefill", "handover", "decode"}
     assert 190 <= told["prefill"] < 1000
     assert 90 <= told["decode"] < 1000
-    stages = eventually(lambda: floor.space.cli("HGETALL", floor.space.key("stages")))
-    assert stages[f"{p.url} prefill_count"] == "1"
-    assert stages[f"{d.url} decode_count"] == "1"
-    assert 0.19 <= float(stages[f"{p.url} prefill_s"]) < 1
+
+    def told_by_status() -> bool:
+        nodes = floor.deployment.nodes()
+        prefill, decode = nodes[p.url]["stages"].get("prefill"), nodes[d.url]["stages"].get("decode")
+        assert prefill and decode
+        assert (prefill["count"], decode["count"]) == (1, 1)
+        return bool(0.19 <= prefill["mean_s"] < 1 and 0.09 <= decode["mean_s"] < 1)
+
+    eventually(told_by_status)
 
 
 # --- counts

@@ -163,14 +163,12 @@ def test_responses_are_split_too(floor: PdFloor, stream: bool) -> None:
 # --- the bootstrap server
 
 
-def test_the_bootstrap_server_is_asked_once_not_for_each_request(floor: PdFloor) -> None:
+def test_the_bootstrap_server_is_asked_once_by_each_worker_not_for_each_request(floor: PdFloor) -> None:
     prefills = floor.engines("prefill", 2)
     floor.engines("decode", chunks=1)
-    assert all(answer.ok for answer in asyncio.run(floor.many(40, concurrency=8)))
-    first = [len(p.queries) for p in prefills]
-    assert all(1 <= count <= 8 * WORKERS for count in first), "of those that came before the first answer, each at most"
-    assert all(answer.ok for answer in asyncio.run(floor.many(40, concurrency=8)))
-    assert [len(p.queries) for p in prefills] == first
+    answers = asyncio.run(floor.many(40, concurrency=8))
+    assert all(answer.ok for answer in answers)
+    assert all(1 <= len(p.queries) <= WORKERS for p in prefills), [len(p.queries) for p in prefills]
     assert {query.path for p in prefills for query in p.queries} == {"/query"}
 
 
