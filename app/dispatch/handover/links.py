@@ -81,15 +81,19 @@ class Links:
 
     async def ensure(self, prefill: str, decode: str) -> None:
         """Return once the two are linked in their present lives. Raises LinkFailed."""
-        pair = pair_of(prefill, decode)
-        if self._made.get(pair) == self.lives_of(prefill, decode):
+        if self.made(prefill, decode):
             return
+        pair = pair_of(prefill, decode)
         task = self._making.get(pair)
         if task is None:
             task = self._making[pair] = asyncio.create_task(self._make(prefill, decode), name="link")
             task.add_done_callback(lambda done: self._finished(pair, done))
         # Shielded: others wait for the same link, and half a link is worse than one that nobody uses.
         await asyncio.shield(task)
+
+    def made(self, prefill: str, decode: str) -> bool:
+        """Whether this worker knows that the two are linked."""
+        return self._made.get(pair_of(prefill, decode)) == self.lives_of(prefill, decode)
 
     def lives_of(self, prefill: str, decode: str) -> str:
         """What a link is good for: these two processes, and none that came after them."""

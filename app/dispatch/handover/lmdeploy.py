@@ -17,7 +17,7 @@ import msgspec
 
 from app.dispatch.answer import Answer, EngineRequest, Whole
 from app.dispatch.bodies import members_of
-from app.dispatch.caller import Caller
+from app.dispatch.caller import Caller, Leg
 from app.dispatch.handover.bodies import Members, Prefilled, for_prefill, value_of, with_values
 from app.dispatch.handover.links import Links
 from app.dispatch.handover.protocol import CHAT, Handed, Sequential
@@ -60,8 +60,9 @@ class Lmdeploy(Sequential):
             raise BadRequest("n must be 1: LMDeploy migrates the cache of one choice only", param="n")
 
     async def link(self, pair: Pair) -> None:
-        with pair.stage("link", pair.decode.url):
-            await self._links.ensure(pair.prefill.url, pair.decode.url)
+        if not self._links.made(pair.prefill.url, pair.decode.url):
+            with pair.stage("link", pair.decode.url):
+                await self._links.ensure(pair.prefill.url, pair.decode.url)
 
     def prefill_body(self, members: Members, path: bytes) -> bytes:
         limits = ("max_tokens", "max_completion_tokens") if path == CHAT else ("max_tokens",)
@@ -73,8 +74,8 @@ class Lmdeploy(Sequential):
     async def call_prefill(self, url: str, request: EngineRequest) -> Whole:
         return await super().call_prefill(url, with_header(request))
 
-    async def call_decode(self, pair: Pair, request: EngineRequest) -> Response:
-        return await super().call_decode(pair, with_header(request))
+    async def call_decode(self, pair: Pair, request: EngineRequest, leg: Leg = Leg.WHOLE) -> Response:
+        return await super().call_decode(pair, with_header(request), leg)
 
     def hand(self, pair: Pair, members: Members, prefilled: Prefilled) -> Handed:
         url, kept = pair.prefill.url, read_kept(prefilled.members)
@@ -181,6 +182,7 @@ class _Migrating(Handed):
         super().__init__(prefilled, body)
         self._links = links
         self._decode = ""
+        self._lives = ""
         self._prefill = prefill
         self._kept = kept
         self._sessions = sessions
@@ -188,8 +190,12 @@ class _Migrating(Handed):
 
     def goes_to(self, url: str) -> None:
         self._decode = url
+        self._lives = self._links.lives_of(self._prefill, url)
         if self._kept.sure:
             self._sessions.hold(self._prefill, self._kept.session, decode=url)
+
+    def voided(self) -> bool:
+        return self._links.lives_of(self._prefill, self._decode) != self._lives
 
     def taken(self) -> None:
         if self._kept.sure:
