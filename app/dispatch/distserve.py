@@ -129,9 +129,8 @@ class DistServe:
         await asyncio.gather(*(quietly(self._undo(*entry)) for entry in left))
 
     def tidy_own(self) -> None:
-        """Every worker, now and then: free its sessions of removed nodes, note the others once more."""
+        """Every worker, now and then: its own sessions of nodes that were removed or restarted."""
         self._sessions.look_after_own()
-        self._migrations.note_again()
 
     async def _undo(self, pair: str, text: str, link: Link) -> None:
         undoing = Link("undoing", "", 0, since_ms=link.since_ms, owner=self._worker)

@@ -52,6 +52,7 @@ class Migrations:
         self._registry = registry
         self._keys = keys
         self._hold = scripts["hold_migration"]
+        ledger.on_told_again.append(self._note_again)
 
     def __repr__(self) -> str:
         return f"<Migrations held={len(self.held)}>"
@@ -79,8 +80,8 @@ class Migrations:
     def forget_note(self, prefill: str, session: int) -> None:
         self._ledger.note("HDEL", self._keys.migrations, name_of(prefill, session))
 
-    def note_again(self) -> None:
-        """Write down once more what is held: Redis may have lost it since."""
+    def _note_again(self) -> None:
+        """Write down once more what is held: Redis has lost it, or was away when it was said."""
         for name, (decode, life) in self.held.items():
             self._note(name, decode, life, worker=self.worker)
 
