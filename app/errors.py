@@ -142,6 +142,12 @@ class EngineBroke(UpstreamError):
     code = "engine_broke_off"
 
 
+class EngineProtocolError(UpstreamError):
+    """The engine answered whole, but not what its protocol says: asking another time is no use."""
+
+    code = "engine_protocol_error"
+
+
 class EngineTimeout(UpstreamError):
     """The engine was too slow. `stage` is connect, first_byte, idle or total."""
 

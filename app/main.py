@@ -14,7 +14,8 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
-from app.dispatch.answer import Taker
+from app.dispatch.answer import Server
+from app.dispatch.breakers import Breakers
 from app.dispatch.caller import Caller
 from app.dispatch.consumers import Consumers
 from app.dispatch.distserve import DistServe
@@ -35,13 +36,14 @@ from app.http.ports import Dispatcher
 from app.http.routes import HttpFace, build_app
 from app.nodes import Role
 from app.settings import Settings
+from app.store.budget import RetryBudget
 from app.store.handovers import Handovers
 from app.store.keys import Keys
 from app.store.ledger import Ledger
 from app.store.links import LinkTable
 from app.store.migrations import Migrations
 from app.store.pipeline import RedisAddress
-from app.store.registry import Registry
+from app.store.registry import BreakerRules, Registry
 from app.store.scripts import Script, load_scripts
 from app.upstream.distserve import DistServeClient, Migration
 from app.upstream.http1 import Http1Transport
@@ -86,10 +88,15 @@ def create_app(settings: Settings) -> HttpFace:
         timeout_s=settings.redis_timeout_s,
     )
     transport = Http1Transport()
+    breakers = Breakers(
+        registry=registry, rules=BreakerRules(threshold=settings.breaker_failures, open_s=settings.breaker_open_s)
+    )
+    budget = RetryBudget(registry=registry, ledger=ledger, keys=keys)
     engines = EngineClient(probe_timeout_s=settings.probe_timeout_s)
     caller = Caller(
         registry=registry,
         transport=transport,
+        breakers=breakers,
         timeouts=Timeouts(
             connect_s=settings.connect_timeout_s,
             first_byte_s=settings.first_byte_timeout_s,
@@ -111,6 +118,7 @@ def create_app(settings: Settings) -> HttpFace:
             busy_grace_s=settings.probe_busy_grace_s,
             heartbeat_expiration_s=settings.heartbeat_expiration_s,
             forget_after_s=settings.forget_after_s,
+            breaker_failures=settings.breaker_failures,
         ),
         engine_key=engine_key,
     )
@@ -150,6 +158,7 @@ def create_app(settings: Settings) -> HttpFace:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await split.close()
+            await breakers.close()
             await transport.close()
             await engines.close()
             await ledger.close()
@@ -158,7 +167,15 @@ def create_app(settings: Settings) -> HttpFace:
     return build_app(
         settings=settings,
         registry=registry,
-        dispatcher=dispatcher(settings, registry=registry, ledger=ledger, caller=caller, split=split),
+        dispatcher=dispatcher(
+            settings,
+            registry=registry,
+            ledger=ledger,
+            caller=caller,
+            split=split,
+            breakers=breakers,
+            budget=budget,
+        ),
         links=split.distserve if topology.split else None,
         engine_client=engines,
         store_ok=lambda: ledger.trouble,
@@ -247,7 +264,7 @@ class Split:
 
     def rules(self, topology: Topology) -> SplitRules:
         dummy = self._migration.number if topology.dummy_prefill else None
-        return SplitRules(fallback=topology.fallback, dummy=dummy)
+        return SplitRules(fallback=topology.fallback, dummy=dummy, retries=self._settings.retries)
 
     async def close(self) -> None:
         await self.sessions.close()
@@ -258,7 +275,16 @@ def key_of(settings: Settings) -> str | None:
     return settings.engine_key.get_secret_value() if settings.engine_key else None
 
 
-def dispatcher(settings: Settings, *, registry: Registry, ledger: Ledger, caller: Caller, split: Split) -> Dispatcher:
+def dispatcher(
+    settings: Settings,
+    *,
+    registry: Registry,
+    ledger: Ledger,
+    caller: Caller,
+    split: Split,
+    breakers: Breakers,
+    budget: RetryBudget,
+) -> Dispatcher:
     """The use case that the settings ask for. Raises ConfigurationError where they contradict each other."""
     topology = Topology.of(settings)
     rules = EpdRules(
@@ -268,8 +294,15 @@ def dispatcher(settings: Settings, *, registry: Registry, ledger: Ledger, caller
         rewrite=not settings.no_rewrite,
     )
     consumers = Consumers(settings.decode_servers_urls, settings.ec_consumer_zmq_addrs, settings.ec_consumer_dp_size)
-    hybrid = Hybrid(ledger=ledger, caller=caller)
-    inner: Taker = (
+    hybrid = Hybrid(
+        registry=registry,
+        ledger=ledger,
+        caller=caller,
+        breakers=breakers,
+        budget=budget,
+        retries=settings.retries,
+    )
+    inner: Server = (
         PrefillDecode(
             registry=registry,
             ledger=ledger,
@@ -277,6 +310,8 @@ def dispatcher(settings: Settings, *, registry: Registry, ledger: Ledger, caller
             protocol=split.protocol(topology.protocol, caller),
             figures=split.figures,
             rules=split.rules(topology),
+            breakers=breakers,
+            budget=budget,
         )
         if topology.split
         else hybrid
@@ -289,6 +324,7 @@ def dispatcher(settings: Settings, *, registry: Registry, ledger: Ledger, caller
         rules=rules,
         consumers=consumers,
         consumer_taker=hybrid,
+        budget=budget,
         expects_encoders=topology.expects_encoders,
     )
 

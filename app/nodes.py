@@ -44,6 +44,14 @@ class State(StrEnum):
     DRAINING = "draining"  # no new requests, finish the old, then removed
 
 
+class Breaker(StrEnum):
+    """Whether a node's connections can be trusted, over all workers."""
+
+    CLOSED = "closed"
+    OPEN = "open"  # too many failed in a row: no traffic
+    HALF_OPEN = "half_open"  # one request may try
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """One engine address as the registry knows it.
@@ -70,6 +78,9 @@ class Node:
     reason: str = ""
     life: int = 0
     bootstrap_port: int | None = None
+    breaker: Breaker = Breaker.CLOSED
+    breaker_until_ms: int = 0
+    breaker_opens: int = 0  # in a row
 
 
 def normalise_url(value: object, *, field: str = "url") -> str:

@@ -284,6 +284,20 @@ class Settings(BaseSettings):
         10.0, description="Seconds for which a success of a real request outweighs missed probes: busy is not dead."
     )
 
+    retries: Annotated[int, Ge(0), Le(10)] = Field(
+        2,
+        description="Other nodes that a request is sent to while its client has nothing yet: after a connection "
+        "error, silence before the first byte, 502, 503, 504 and, once, 500.",
+    )
+    breaker_failures: Annotated[int, Ge(1)] = Field(
+        5,
+        description="Connection failures and first-byte timeouts of a node in a row, over all workers, after which "
+        "it gets no traffic for a while.",
+    )
+    breaker_open_s: Wait = Field(
+        10.0, description="Seconds of that while; twice as long each time in a row, at most 60. Then one trial."
+    )
+
     # --- encoders before them, as vLLM's encoder-disaggregation example names them ---------------------
     encode_servers_urls: NodeUrls = Field(
         (), description="Encoder nodes, comma-separated; images, video and audio of a chat go to them first."

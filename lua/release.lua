@@ -9,6 +9,7 @@
 -- KEYS[7]  latency_mean       HASH   url -> mean of the latency window, seconds
 -- KEYS[8]  explored           HASH   url -> explorations since its last success
 -- KEYS[9]  last_success       HASH   url -> when an answer last ended well, ms, Redis's clock
+-- KEYS[10] failures           HASH   url -> failures of its connections in a row
 -- ARGV[1]  worker             id
 -- ARGV[2]  generation         of the connection this call came over
 -- ARGV[3]  url                node
@@ -17,7 +18,7 @@
 -- RETURN   {code, version}    code: 0 released, 1 not a member (restate), 3 none was counted
 -- COST     O(window)          CALLER app/store/ledger.py
 local unfinished, ledger, sessions, version_key, nodes = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local window_key, latency_mean, explored, last_success = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
+local window_key, latency_mean, explored, last_success, failures = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local worker, generation, url, latency, window = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 
 local version = tonumber(redis.call('GET', version_key) or '0') or 0
@@ -36,6 +37,7 @@ if latency ~= '' and redis.call('SISMEMBER', nodes, url) == 1 then
     end
     redis.call('HSET', latency_mean, url, string.format('%.9f', sum / #kept))
     redis.call('HDEL', explored, url)
+    redis.call('HDEL', failures, url)
     local now = redis.call('TIME')
     redis.call('HSET', last_success, url, string.format('%.0f', now[1] * 1000 + math.floor(now[2] / 1000)))
 end

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from redis.exceptions import RedisError
 
 from app.errors import EngineRefused, EngineTimeout, StoreUnavailable, UpstreamError
-from app.nodes import Node, State
+from app.nodes import Breaker, Node, State
 from app.store.keys import Keys
 from app.store.registry import Registry, number
 from app.store.scripts import Code
@@ -49,6 +49,7 @@ class Rules:
     busy_grace_s: float
     heartbeat_expiration_s: float
     forget_after_s: float
+    breaker_failures: int = 5
 
 
 @dataclass(slots=True)
@@ -207,6 +208,8 @@ class Prober:
                 await self._write(node, state, node.reason)
                 continue
             await self._tell_why(node)
+            if node.breaker == Breaker.OPEN and node.breaker_until_ms <= now_ms:
+                await registry.move_breaker(node.url, "half_open")
             self._start_if_due(node, now_s, now_ms)
 
     async def _recount(self) -> None:
@@ -244,6 +247,9 @@ class Prober:
             state = verdict(node, record, finding, self._rules, busy=busy)
             # A change of state takes its words along. Told later too, they could bring the old state back with them.
             record.trouble = finding.words if state is None and finding.kind != "ok" else ""
+            if finding.kind == "ok" and node.url in self._registry.snapshot.broken:
+                # Not wholly trusted: a node may answer probes and nothing else. The next failure opens it again.
+                await self._registry.move_breaker(node.url, "close on probation", self._rules.breaker_failures)
             if state is not None:
                 log.info("node %s: %s -> %s %s", node.url, node.state, state, finding.words)
                 await self._write(node, state, finding.words, finding.models)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from app.errors import Headers
+from app.errors import Headers, UpstreamError
 from app.store.ledger import Ticket
 from app.upstream.transport import Response
 
@@ -75,12 +75,22 @@ class Begun:
 
 
 class Answer:
-    """An engine's answer whose head has come. Whoever holds it must `close` it: that gives the counts back."""
+    """An engine's answer whose head has come. Whoever holds it must `close` it: that gives the counts back.
 
-    __slots__ = ("_response", "_tickets", "headers", "status", "url")
+    `broke` is told of a node whose answer ends before its end.
+    """
 
-    def __init__(self, response: Response, url: str, tickets: Sequence[Ticket]) -> None:
+    __slots__ = ("_broke", "_response", "_tickets", "headers", "status", "url")
+
+    def __init__(
+        self,
+        response: Response,
+        url: str,
+        tickets: Sequence[Ticket],
+        broke: Callable[[str, UpstreamError], None] | None = None,
+    ) -> None:
         self.url = url
+        self._broke = broke
         self.status = response.status
         self.headers = response.headers
         self._response = response
@@ -88,7 +98,12 @@ class Answer:
 
     async def read(self) -> bytes:
         """The next bytes as they came, b"" at the proper end. Raises UpstreamError."""
-        return await self._response.read()
+        try:
+            return await self._response.read()
+        except UpstreamError as e:
+            if self._broke is not None:
+                self._broke(self.url, e)
+            raise
 
     def close(self, outcome: Outcome) -> None:
         """End the engine's side (aborting it where it is not at its end) and release. Once, at once."""
@@ -116,27 +131,27 @@ class Held(Protocol):
         ...
 
 
-class Taker(Protocol):
-    """A use case in two steps, for those who need to know the node before they send."""
+class Server(Protocol):
+    """A use case that serves a request whole."""
 
-    async def open(self, request: EngineRequest) -> Answer:
-        """Both steps: count the request, send it, return when the answer's head has come."""
-        ...
+    async def open(self, request: EngineRequest, *, retry_500: bool = True) -> Answer:
+        """Count the request, send it, at as many nodes as it takes, and return when the answer's head has come.
 
-    async def take(self, model: str, *, only: str | None = None) -> Held:
-        """Count a request for `model`; on the node `only` if it is still a candidate.
+        Args:
+            retry_500: whether another node is tried after a 500.
 
         Raises:
             ModelNotFound, NoNodeAvailable: nobody can serve it.
+            UpstreamError: the last engine could not be reached or did not answer in time.
         """
         ...
 
 
-class ChoosyTaker(Protocol):
-    """A use case that can be told which nodes come into question."""
+class Taker(Protocol):
+    """A use case in two steps, for those who need to know the node before they send."""
 
     async def take_among(self, model: str, urls: Collection[str], *, only: str | None = None) -> Held:
-        """As `Taker.take`, but on one of `urls`.
+        """Count a request for `model` on one of `urls`; on the node `only` if it is still a candidate.
 
         Raises:
             ModelNotFound, NoNodeAvailable: none of them can serve it.

@@ -6,7 +6,8 @@ from dataclasses import replace
 from enum import Enum
 
 from app.dispatch.answer import EngineRequest, Whole
-from app.errors import EngineBroke, EngineRefused, Headers
+from app.dispatch.breakers import Breakers
+from app.errors import EngineBroke, EngineRefused, Headers, UpstreamError
 from app.store.registry import Registry
 from app.upstream.transport import Response, Target, Timeouts, Transport
 
@@ -41,12 +42,14 @@ class Caller:
         *,
         registry: Registry,
         transport: Transport,
+        breakers: Breakers,
         timeouts: Timeouts,
         engine_key: str | None,
         prefill_s: float = 0.0,
     ) -> None:
         self._registry = registry
         self._transport = transport
+        self._breakers = breakers
         self.timeouts = timeouts
         self._timeouts = {
             Leg.WHOLE: timeouts,
@@ -62,7 +65,7 @@ class Caller:
     async def send(self, url: str, request: EngineRequest, leg: Leg = Leg.WHOLE) -> Response:
         """Send `request` to the node and return when the answer's head has come. Raises UpstreamError."""
         try:
-            return await self._transport.send(
+            response = await self._transport.send(
                 self._target(url),
                 request.method,
                 request.path,
@@ -70,9 +73,18 @@ class Caller:
                 request.body,
                 self._timeouts[leg],
             )
-        except EngineRefused:
-            self._registry.refused(url)
+        except UpstreamError as e:
+            if isinstance(e, EngineRefused):
+                self._registry.refused(url)
+            self._breakers.failed(url, e)
             raise
+        if url in self._registry.snapshot.broken:
+            self._breakers.answered(url)
+        return response
+
+    def broke(self, url: str, error: UpstreamError) -> None:
+        """An answer of the node ended before its end."""
+        self._breakers.failed(url, error)
 
     async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int, leg: Leg = Leg.WHOLE) -> Whole:
         """The whole answer, as it is read here: the client's wish for a compressed one is not passed on.

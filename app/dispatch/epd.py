@@ -16,7 +16,7 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
-from app.dispatch.answer import Answer, ChoosyTaker, EngineRequest, Outcome, Taker, Whole
+from app.dispatch.answer import Answer, EngineRequest, Outcome, Server, Taker, Whole
 from app.dispatch.caller import AnswerTooLong, Caller
 from app.dispatch.consumers import Consumer, Consumers
 from app.dispatch.media import (
@@ -30,8 +30,10 @@ from app.dispatch.media import (
     may_have_media,
     read_reports,
 )
+from app.dispatch.retries import never_arrived
 from app.errors import EngineBroke, Headers, ModelNotFound, NoNodeAvailable, UpstreamError
 from app.nodes import Role, State
+from app.store.budget import RetryBudget
 from app.store.ledger import Ledger, Select, Ticket
 from app.store.registry import Registry
 from app.store.snapshot import Pool, Snapshot
@@ -76,10 +78,11 @@ class Epd:
         registry: Registry,
         ledger: Ledger,
         caller: Caller,
-        inner: Taker,
+        inner: Server,
         rules: EpdRules,
         consumers: Consumers,
-        consumer_taker: ChoosyTaker,
+        consumer_taker: Taker,
+        budget: RetryBudget,
         expects_encoders: bool,
     ) -> None:
         self._registry = registry
@@ -89,6 +92,7 @@ class Epd:
         self._rules = rules
         self._consumers = consumers
         self._consumer_taker = consumer_taker
+        self._budget = budget
         self._expects_encoders = expects_encoders
 
     async def open(self, request: EngineRequest) -> Answer:
@@ -100,12 +104,14 @@ class Epd:
         if not self._expects_encoders and not self._registry.snapshot.serves(request.model, Role.Encode):
             return await self._inner.open(request)
         media = self._media_of(request)
+        if media is None:
+            return await self._inner.open(request)
         attempts = 1 + self._rules.decode_retries
         consumer: Consumer | None = None
         while True:
             attempts -= 1
             answer, consumer = await self._attempt(request, media, consumer)
-            if answer.status != 500 or not attempts:
+            if answer.status != 500 or not attempts or not await self._budget.take():
                 return answer
             answer.close(Outcome.ENGINE_ERROR)
 
@@ -116,17 +122,16 @@ class Epd:
         return media if media.items else None
 
     async def _attempt(
-        self, request: EngineRequest, media: MediaRequest | None, before: Consumer | None
+        self, request: EngineRequest, media: MediaRequest, before: Consumer | None
     ) -> tuple[Answer, Consumer | None]:
         """One time from the encoders on; `before`: the consumer of the attempt before, kept while its node is there."""
-        if media is None:
-            return await self._inner.open(request), None
         if not self._consumers:
             try:
                 body = await self._encode(request, media, None)
             except _Refused as e:
                 return Answer(e.answer, e.answer.url, ()), None
-            return await (await self._inner.take(request.model)).send(replace(request, body=body)), None
+            # Not a 500 elsewhere: what the encoders have handed out may be used up.
+            return await self._inner.open(replace(request, body=body), retry_500=False), None
         # A pushed embedding goes to one consumer, so that one is held before anything is encoded.
         held = await self._consumer_taker.take_among(
             request.model, self._consumers.urls, only=before.url if before else None
@@ -190,6 +195,8 @@ class Epd:
                 if len(tried) > self._rules.encoder_retries:
                     next_encoder(request.model, tried)(self._registry.snapshot)
                     raise failure  # somebody is left, but it was tried often enough
+                if not never_arrived(failure) and not await self._budget.take():
+                    raise failure
                 tickets = await self._take_next(request.model, tried, len(group.items))
             except NoNodeAvailable as none_left:
                 raise NoNodeAvailable(f"no Encode node could take the media: {failure.message}") from none_left

@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from app.dispatch.answer import Answer, EngineRequest
+from app.dispatch.answer import Answer, EngineRequest, Outcome
+from app.dispatch.breakers import Breakers
 from app.dispatch.caller import Caller
-from app.errors import NoNodeAvailable
+from app.dispatch.retries import Retries
+from app.errors import ModelNotFound, NoNodeAvailable, UpstreamError
 from app.nodes import Role
+from app.store.budget import RetryBudget
 from app.store.ledger import Ledger, Select, Ticket
+from app.store.registry import Registry
 from app.store.snapshot import Pool, Snapshot
 
 ROLES = (Role.Hybrid, Role.Decode)
@@ -21,27 +25,97 @@ ROLES = (Role.Hybrid, Role.Decode)
 
 
 class Hybrid:
-    """The use case; one per worker."""
+    """The use case; one per worker. `retries`: other nodes that a request may be sent to."""
 
-    def __init__(self, *, ledger: Ledger, caller: Caller) -> None:
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        ledger: Ledger,
+        caller: Caller,
+        breakers: Breakers,
+        budget: RetryBudget,
+        retries: int,
+    ) -> None:
+        self._registry = registry
         self._ledger = ledger
         self._caller = caller
+        self._breakers = breakers
+        self._budget = budget
+        self._retries = retries
 
-    async def open(self, request: EngineRequest) -> Answer:
+    async def open(self, request: EngineRequest, *, retry_500: bool = True) -> Answer:
         """Count the request on a node, send it there, and return when the answer's head has come.
+
+        A node that fails is replaced by one that has not been tried, as `Retries` allows.
 
         Raises:
             ModelNotFound, NoNodeAvailable: nobody can serve it.
-            UpstreamError: the chosen engine could not be reached or did not answer in time.
+            UpstreamError: the last engine could not be reached or did not answer in time.
         On every way out but the good one the count is given back here.
         """
-        return await (await self.take(request.model)).send(request)
-
-    async def take(self, model: str, *, only: str | None = None) -> HeldNode:
-        return HeldNode(await self._ledger.acquire(candidates(model, *ROLES, only=only)), self._caller)
+        retries = Retries(self._retries, self._budget, server_errors=retry_500)
+        held = await self._take(request.model)
+        tried: list[str] = []
+        while True:
+            answer: Answer | None = None
+            failure: UpstreamError | int
+            try:
+                answer = await held.send(request)
+                if not retries.concerns(answer.status):
+                    return answer
+                failure = answer.status
+            except UpstreamError as e:
+                failure = e
+            tried.append(held.url)
+            try:
+                another = await self._take_another(request.model, tried, retries, failure)
+            except BaseException:
+                if answer is not None:
+                    answer.close(Outcome.ABORTED)
+                raise
+            if another is None:
+                if answer is not None:
+                    return answer
+                assert isinstance(failure, UpstreamError)
+                raise failure
+            if answer is not None:
+                answer.close(Outcome.ENGINE_ERROR)
+            held = another
 
     async def take_among(self, model: str, urls: Collection[str], *, only: str | None = None) -> HeldNode:
         return HeldNode(await self._ledger.acquire(candidates(model, *ROLES, only=only, among=urls)), self._caller)
+
+    async def _take(self, model: str) -> HeldNode:
+        select = await self._breakers.select(candidates(model, *ROLES), model, *ROLES)
+        return HeldNode(await self._ledger.acquire(select), self._caller)
+
+    async def _take_another(
+        self, model: str, tried: list[str], retries: Retries, failure: UpstreamError | int
+    ) -> HeldNode | None:
+        """Another node for the request; None: there is none, or it may not have it."""
+        select = untried(model, tried, *ROLES)
+        try:
+            select(self._registry.snapshot)
+            if not await retries.may(failure):
+                return None
+            return HeldNode(await self._ledger.acquire(select), self._caller)
+        except (ModelNotFound, NoNodeAvailable):
+            return None
+
+
+def untried(model: str, tried: Collection[str], *roles: Role) -> Select:
+    """The candidates but those that failed this request already."""
+    select = candidates(model, *roles)
+
+    def select_untried(snapshot: Snapshot) -> Pool:
+        left = snapshot.without(select(snapshot), tried)
+        if left is None:
+            words = " or ".join(role.name for role in roles)
+            raise NoNodeAvailable(f"no other {words} node with the model {model!r} is left to try")
+        return left
+
+    return select_untried
 
 
 def candidates(model: str, *roles: Role, only: str | None = None, among: Collection[str] | None = None) -> Select:
@@ -79,7 +153,7 @@ class HeldNode:
         except BaseException:
             self.give_back()
             raise
-        return Answer(response, self.url, (self.ticket,))
+        return Answer(response, self.url, (self.ticket,), self.caller.broke)
 
     def give_back(self) -> None:
         self.ticket.release(succeeded=False)

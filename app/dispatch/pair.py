@@ -7,49 +7,37 @@ KV cache is handed over.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from app.dispatch.hybrid import candidates
-from app.errors import EngineTimeout, EngineUnreachable, ModelNotFound, NoNodeAvailable, UpstreamError
+from app.dispatch.hybrid import untried
+from app.dispatch.retries import Retries
+from app.errors import ModelNotFound, NoNodeAvailable
 from app.nodes import Role
 from app.store.handovers import Handovers
-from app.store.ledger import Ledger, Select, Ticket
-from app.store.snapshot import Pool, Snapshot
-
-MOST_RETRIES = 2
-"""Other nodes that are tried for a request whose node can't be reached."""
-
-
-def never_arrived(error: UpstreamError) -> bool:
-    """Whether the engine can't have seen the request: then it costs nothing to ask another."""
-    return isinstance(error, EngineUnreachable) or (isinstance(error, EngineTimeout) and error.stage == "connect")
-
-
-def untried(model: str, role: Role, tried: Collection[str]) -> Select:
-    """The candidates but those that failed this request already."""
-    select = candidates(model, role)
-
-    def select_untried(snapshot: Snapshot) -> Pool:
-        left = snapshot.without(select(snapshot), tried)
-        if left is None:
-            raise NoNodeAvailable(f"no other {role.name} node with the model {model!r} is left to try")
-        return left
-
-    return select_untried
+from app.store.ledger import Ledger, Ticket
 
 
 class Pair:
     """One request's. `prefill` and `decode` may become other nodes while it is tried."""
 
-    def __init__(self, model: str, prefill: Ticket, decode: Ticket, *, ledger: Ledger, figures: Handovers) -> None:
+    def __init__(
+        self,
+        model: str,
+        prefill: Ticket,
+        decode: Ticket,
+        *,
+        ledger: Ledger,
+        figures: Handovers,
+        retries: Retries,
+    ) -> None:
+        self.retries = retries
         self.prefill = prefill
         self.decode = decode
         self._model = model
         self._ledger = ledger
         self._figures = figures
         self._tried: set[str] = set()
-        self._retries_left = MOST_RETRIES
         self._left = False
         self._timings: dict[str, float] = {}
 
@@ -57,7 +45,7 @@ class Pair:
         return f"<Pair {self.prefill.url} -> {self.decode.url} tried={len(self._tried)}>"
 
     async def replace_prefill(self) -> bool:
-        """Take another prefill node instead. False: none is left, or enough have been tried."""
+        """Take another prefill node instead. False: none is left."""
         ticket = await self._another(Role.Prefill, self.prefill)
         self.prefill = ticket or self.prefill
         return ticket is not None
@@ -72,11 +60,11 @@ class Pair:
         return await (self.replace_decode() if url == self.decode.url else self.replace_prefill())
 
     async def prefill_again(self) -> bool:
-        """Count the prefill node once more: what it handed over can't be used any longer."""
-        if not self._retries_left:
+        """Count a prefill node once more: what was handed over can't be used any longer. False: there is none."""
+        try:
+            self.prefill = await self._ledger.acquire(untried(self._model, self._tried, Role.Prefill))
+        except (ModelNotFound, NoNodeAvailable):
             return False
-        self._retries_left -= 1
-        self.prefill = await self._ledger.acquire(untried(self._model, Role.Prefill, self._tried))
         return True
 
     def leave_prefill(self) -> Ticket:
@@ -91,12 +79,9 @@ class Pair:
 
     async def _another(self, role: Role, failed: Ticket) -> Ticket | None:
         self._tried.add(failed.url)
-        if not self._retries_left:
-            return None
-        self._retries_left -= 1
         failed.release(succeeded=False)
         try:
-            return await self._ledger.acquire(untried(self._model, role, self._tried))
+            return await self._ledger.acquire(untried(self._model, self._tried, role))
         except (ModelNotFound, NoNodeAvailable):
             return None
 

@@ -9,16 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.dispatch.answer import Answer, EngineRequest, Held
+from app.dispatch.breakers import Breakers
 from app.dispatch.caller import Caller
 from app.dispatch.handover.lmdeploy import HeldDummy
 from app.dispatch.handover.protocol import Protocol
 from app.dispatch.hybrid import HeldNode, candidates
 from app.dispatch.pair import Pair
+from app.dispatch.retries import Retries
 from app.errors import ModelNotFound, NoNodeAvailable
 from app.nodes import Role
+from app.store.budget import RetryBudget
 from app.store.handovers import Handovers
 from app.store.ledger import Ledger
 from app.store.registry import Registry
+
+PAIR = (Role.Prefill, Role.Decode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +32,12 @@ class SplitRules:
 
     fallback: a Decode or Hybrid node serves alone where no prefill node can.
     dummy: LMDeploy's --dummy-prefill, with the number of the migration protocol; None = off.
+    retries: other nodes that a request may be sent to.
     """
 
     fallback: bool
     dummy: int | None
+    retries: int
 
 
 class PrefillDecode:
@@ -45,6 +52,8 @@ class PrefillDecode:
         protocol: Protocol,
         figures: Handovers,
         rules: SplitRules,
+        breakers: Breakers,
+        budget: RetryBudget,
     ) -> None:
         self._registry = registry
         self._ledger = ledger
@@ -52,23 +61,25 @@ class PrefillDecode:
         self._protocol = protocol
         self._figures = figures
         self._rules = rules
+        self._breakers = breakers
+        self._budget = budget
 
-    async def open(self, request: EngineRequest) -> Answer:
+    async def open(self, request: EngineRequest, *, retry_500: bool = True) -> Answer:
         """As `Hybrid.open`; what isn't generated token by token (embeddings, ...) goes whole to a decode node.
 
         Prefill's failure is the answer, and decode is not called, or no longer.
         """
         if request.path.partition(b"?")[0] not in self._protocol.paths:
             return await (await self._take_one(request.model, Role.Decode)).send(request)
-        return await (await self.take(request.model)).send(request)
+        return await (await self._take(request.model, retry_500=retry_500)).send(request)
 
-    async def take(self, model: str, *, only: str | None = None) -> Held:
+    async def _take(self, model: str, *, retry_500: bool) -> Held:
         if self._rules.dummy is not None:
-            ticket = await self._ledger.acquire(candidates(model, Role.Decode, only=only))
+            ticket = await self._ledger.acquire(candidates(model, Role.Decode))
             return HeldDummy(ticket, self._caller, self._rules.dummy)
         try:
             prefill, decode = await self._ledger.acquire_each(
-                candidates(model, Role.Prefill), candidates(model, Role.Decode, only=only)
+                *[await self._breakers.select(candidates(model, role), model, role) for role in PAIR]
             )
         except NoNodeAvailable:
             if not self._rules.fallback or self._has_both(model):
@@ -76,14 +87,17 @@ class PrefillDecode:
             held = await self._take_one(model, Role.Decode, Role.Hybrid)
             self._figures.count("prefill_fallback")
             return held
-        return HeldPair(Pair(model, prefill, decode, ledger=self._ledger, figures=self._figures), self._protocol)
+        retries = Retries(self._rules.retries, self._budget, server_errors=retry_500)
+        pair = Pair(model, prefill, decode, ledger=self._ledger, figures=self._figures, retries=retries)
+        return HeldPair(pair, self._protocol)
 
     async def _take_one(self, model: str, *roles: Role) -> HeldNode:
-        return HeldNode(await self._ledger.acquire(candidates(model, *roles)), self._caller)
+        select = await self._breakers.select(candidates(model, *roles), model, *roles)
+        return HeldNode(await self._ledger.acquire(select), self._caller)
 
     def _has_both(self, model: str) -> bool:
         try:
-            for role in (Role.Prefill, Role.Decode):
+            for role in PAIR:
                 self._registry.snapshot.pool(model, role)
         except (ModelNotFound, NoNodeAvailable):
             return False

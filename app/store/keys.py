@@ -31,6 +31,8 @@ class Keys:
         self.links = p + "links"
         self.migrations = p + "migrations"
         self.handovers = p + "handovers"
+        self.failures = p + "failures"
+        self.retries = p + "retries"
 
     def node(self, url: str) -> str:
         return f"{self.prefix}node:{url}"
@@ -41,6 +43,10 @@ class Keys:
 
     def latency(self, url: str) -> str:
         return f"{self.prefix}latency:{url}"
+
+    def requests(self, worker: str) -> str:
+        """The worker's requests of the last seconds."""
+        return f"{self.prefix}requests:{worker}"
 
     def stages(self, url: str) -> str:
         """Time that the stages of split requests took at the node."""
@@ -72,6 +78,8 @@ def shapes(keys: Keys) -> dict[str, Shape]:
         keys.links: Shape("hash", "text"),
         keys.migrations: Shape("hash", "text"),
         keys.handovers: Shape("hash", "count"),
+        keys.failures: Shape("hash", "count"),
+        keys.retries: Shape("hash", "count"),
     }
 
 
@@ -83,6 +91,7 @@ def shapes_of(keys: Keys, urls: Iterable[str], workers: Iterable[str]) -> dict[s
         | {keys.latency(url): Shape("list", "seconds") for url in urls}
         | {keys.stages(url): Shape("hash", "number") for url in urls}
         | {keys.ledger(worker): Shape("hash", "count") for worker in workers}
+        | {keys.requests(worker): Shape("string", "count") for worker in workers}
     )
 
 

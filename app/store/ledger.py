@@ -45,6 +45,8 @@ STALE_TRIES = 4
 """How often an acquire follows a registry that changes under it before it takes what it has."""
 RENEW_S = 1.0
 """Between two renewals of the lease; the same step repairs a ledger that somebody edited."""
+WINDOW_S = 10
+"""Seconds of which each worker's requests are noted, for the retry budget."""
 BACKOFF_S = (0.05, 1.0)
 """First and longest pause between attempts to reach Redis: counts are exact again 2 s after it is back."""
 
@@ -64,6 +66,11 @@ class Ticket:
         self.url = url
         self._ledger: Ledger | None = ledger
         self._since = time.monotonic()
+
+    @property
+    def held(self) -> bool:
+        """Whether it has not been released."""
+        return self._ledger is not None
 
     def release(self, *, succeeded: bool) -> None:
         """Count the request as finished; its latency enters the node's window if it `succeeded`."""
@@ -107,6 +114,8 @@ class Ledger:
         self._pipeline: Pipeline | None = None
         self._generation = 0
         self._changes = 0
+        self._requests = 0  # ever, and at the last renewals of the lease
+        self._requests_before: deque[int] = deque([0], maxlen=round(WINDOW_S / RENEW_S))
         self._acquiring = 0
         self._restate_due = False
         self._restated: asyncio.Future[None] | None = None
@@ -207,6 +216,7 @@ class Ledger:
         locally: Callable[[Sequence[Pool]], list[str]],
     ) -> list[Ticket]:
         """Follow the registry until the decision is made on its current version; else decide locally."""
+        self._requests += 1
         for attempt in range(STALE_TRIES):
             try:
                 pools = self._select(selects)
@@ -353,6 +363,7 @@ class Ledger:
             keys.latency_mean,
             keys.explored,
             keys.last_success,
+            keys.failures,
         )
         latency = "" if latency_s is None else f"{latency_s:.6f}"
         arguments = (self.worker, self._generation, url, latency, WINDOW)
@@ -370,6 +381,15 @@ class Ledger:
             self._registry.refresh_soon()
 
     # --- notes ------------------------------------------------------------------------------------
+
+    @property
+    def requests_in_window(self) -> int:
+        """This worker's of the last seconds, retries among them."""
+        return self._requests - self._requests_before[0]
+
+    def _note_requests(self) -> None:
+        self.note("SET", self._keys.requests(self.worker), self.requests_in_window, "EX", WINDOW_S + 5)
+        self._requests_before.append(self._requests)
 
     def note(self, *command: Argument) -> None:
         """Send a command that nobody waits for, behind all that was sent before; lost while Redis is away."""
@@ -503,6 +523,7 @@ class Ledger:
                     self._trouble = e.message
                 continue
             self._restate_soon()
+            self._note_requests()
             try:
                 async with asyncio.timeout(RENEW_S):
                     await self._lost.wait()

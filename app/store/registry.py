@@ -29,7 +29,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from app.errors import BadRequest, StoreUnavailable
-from app.nodes import Node, Role, State, parse_models, parse_speed
+from app.nodes import Breaker, Node, Role, State, parse_models, parse_speed
 from app.store.healing import heal
 from app.store.keys import Keys, of_node_removed
 from app.store.scripts import Argument, Code, Script
@@ -43,6 +43,16 @@ READ_TRIES = 5
 """How often a read follows a registry that changes under it."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerRules:
+    """From settings. `threshold`: failures in a row, over all workers, that open a breaker; `open_s`: for how
+    long the first time, each time in a row twice as long, at most `longest_s`."""
+
+    threshold: int
+    open_s: float
+    longest_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,9 @@ def node_to_fields(node: Node) -> dict[str, str]:
         "state_since_ms": str(node.state_since_ms),
         "drain_until_ms": str(node.drain_until_ms),
         "life": str(node.life),
+        "breaker": node.breaker.value,
+        "breaker_until_ms": str(node.breaker_until_ms),
+        "breaker_opens": str(node.breaker_opens),
         "bootstrap_port": "" if node.bootstrap_port is None else str(node.bootstrap_port),
     }
 
@@ -96,6 +109,9 @@ def node_from_fields(url: str, fields: Mapping[str, str]) -> Node | None:
             reason=fields.get("reason", "").encode().decode(),  # raises where it is no UTF-8
             life=int(fields.get("life", fields["incarnation"])),
             bootstrap_port=int(fields["bootstrap_port"]) if fields.get("bootstrap_port") else None,
+            breaker=Breaker(fields.get("breaker", "closed")),
+            breaker_until_ms=int(fields.get("breaker_until_ms", 0)),
+            breaker_opens=int(fields.get("breaker_opens", 0)),
         )
     except (KeyError, ValueError, TypeError, RecursionError, BadRequest):
         return None
@@ -323,6 +339,26 @@ class Registry:
             fields["models"] = json.dumps(list(models), ensure_ascii=False)
         code = await self._set_state(node.url, state, incarnation=str(node.incarnation), fields=fields)
         return code in (Code.DONE, Code.UNCHANGED)
+
+    async def record_failure(self, url: str, rules: BreakerRules) -> None:
+        """A connection to the node failed. Raises StoreUnavailable."""
+        arguments: list[Argument] = [url, rules.threshold, round(rules.open_s * 1000), round(rules.longest_s * 1000)]
+        if await self._breaker("record_failure", url, arguments):
+            log.warning("node %s: its breaker is open: too many of its connections failed in a row", url)
+
+    async def move_breaker(self, url: str, move: str, number: int = 0) -> bool:
+        """As move_breaker.lua; whether it was moved. Raises StoreUnavailable."""
+        return await self._breaker("move_breaker", url, [url, move, number])
+
+    async def _breaker(self, script: str, url: str, arguments: list[Argument]) -> bool:
+        keys = self._keys
+        names = (keys.node(url), keys.version, keys.failures)
+        before = self.snapshot.version
+        code, version = await self._guard(lambda: self.run(script, names, arguments))
+        if code == Code.DONE and version != before:
+            await self.refresh()
+            self._tell("breaker", url, version)
+        return bool(code == Code.DONE)
 
     async def renew_life(self, url: str) -> None:
         """The process at `url` is another one than before: what was held of it is void, on all workers."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from app.errors import ModelNotFound, NoNodeAvailable
-from app.nodes import Node, Role, State
+from app.nodes import Breaker, Node, Role, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,12 @@ def effective_speeds(nodes: Iterable[Node]) -> tuple[float, ...]:
     return tuple(default if speed is None else speed for speed in speeds)
 
 
+def least_bad(nodes: Sequence[Node]) -> list[Node]:
+    """Of nodes whose breakers are all open, those that opened the fewest times in a row: better than nobody."""
+    fewest = min(node.breaker_opens for node in nodes)
+    return [node for node in nodes if node.breaker_opens == fewest]
+
+
 class Snapshot:
     """All nodes at one registry version. `engine_keys` (url -> key) never enters repr."""
 
@@ -47,6 +53,7 @@ class Snapshot:
         self.nodes: Mapping[str, Node] = dict(sorted((nodes or {}).items(), key=lambda item: (item[1].order, item[0])))
         self.engine_keys: Mapping[str, str] = dict(engine_keys or {})
         self._pools: dict[tuple[str, tuple[Role, ...]], Pool] = {}
+        self.broken = frozenset(node.url for node in self.nodes.values() if node.breaker != Breaker.CLOSED)
         self._served = frozenset((node.role, model) for node in self.nodes.values() for model in node.models)
 
     def __repr__(self) -> str:
@@ -84,6 +91,21 @@ class Snapshot:
             pool = self._pools[model, roles] = self._make_pool(model, roles)
         return pool
 
+    def half_open(self, model: str, *roles: Role) -> list[str]:
+        """Ready nodes with a half-open breaker: one request of the whole deployment may try each."""
+        return [
+            url
+            for url in self.broken
+            if (node := self.nodes[url]).breaker == Breaker.HALF_OPEN
+            and node.state == State.READY
+            and node.role in roles
+            and model in node.models
+        ]
+
+    def only(self, url: str) -> Pool:
+        """A pool of one node, whatever its state."""
+        return self._pool_of([self.nodes[url]])
+
     def _make_pool(self, model: str, roles: tuple[Role, ...]) -> Pool:
         # Failures are not cached: client-given names must not fill a dictionary.
         if not self.nodes:
@@ -96,8 +118,9 @@ class Snapshot:
             raise NoNodeAvailable(f"no {words} node has the model {model!r}")
         for state in (State.READY, State.PENDING):
             chosen = [node for node in having if node.state == state]
+            closed = [node for node in chosen if node.breaker == Breaker.CLOSED]
             if chosen:
-                return self._pool_of(chosen)
+                return self._pool_of(closed or least_bad(chosen))
         raise NoNodeAvailable(f"no {words} node with the model {model!r} is alive")
 
     def _pool_of(self, nodes: Sequence[Node]) -> Pool:

@@ -14,7 +14,7 @@ from msgspec import Raw
 from app.dispatch.answer import Whole
 from app.dispatch.bodies import encoded
 from app.dispatch.bodies import value_of as decoded
-from app.errors import BadRequest, EngineBroke
+from app.errors import BadRequest, EngineProtocolError
 
 Members = dict[str, Raw]
 
@@ -76,7 +76,7 @@ class Prefilled(msgspec.Struct):
 
 
 def read_prefilled(whole: Whole) -> Prefilled:
-    """Raises EngineBroke for what is no JSON object, and no stream of them."""
+    """Raises EngineProtocolError for what is no JSON object, and no stream of them."""
     kind = dict(whole.headers).get(b"content-type", b"")
     texts = _events(whole.body) if kind.startswith(b"text/event-stream") else [whole.body]
     found = Prefilled({}, None, False)
@@ -91,7 +91,7 @@ def read_prefilled(whole: Whole) -> Prefilled:
                 reasons = [choice.get("finish_reason") for choice in choices if isinstance(choice, dict)]
                 found.aborted |= any(reason in ("abort", "error") for reason in reasons)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise EngineBroke(f"engine {whole.url} broke off: its prefill answer is no JSON object") from e
+        raise EngineProtocolError(f"engine {whole.url} answered a prefill with what is no JSON object") from e
     return found
 
 

@@ -24,7 +24,7 @@ from app.dispatch.handover.protocol import CHAT, Handed, Sequential
 from app.dispatch.handover.sessions import Sessions
 from app.dispatch.hybrid import HeldNode
 from app.dispatch.pair import Pair
-from app.errors import BadRequest, EngineBroke, UpstreamError
+from app.errors import BadRequest, EngineProtocolError, UpstreamError
 from app.store.handovers import Handovers
 from app.store.ledger import Ticket
 from app.upstream.transport import Response
@@ -83,7 +83,7 @@ class Lmdeploy(Sequential):
             self.figures.count("missing_params")
             self._free(url, kept)
             if not self._recompute:
-                raise EngineBroke(f"engine {url} handed nothing over: no cache_block_ids in its answer")
+                raise EngineProtocolError(f"engine {url} handed nothing over: no cache_block_ids in its answer")
             return Handed(prefilled, with_values(members, {}))
         migration = {
             "protocol": self._protocol_number,

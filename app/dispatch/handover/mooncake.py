@@ -19,7 +19,7 @@ from app.dispatch.handover.bootstrap import Bootstrap
 from app.dispatch.handover.nixl import limits_of
 from app.dispatch.handover.protocol import CHAT, COMPLETIONS, RESPONSES, Concurrent, Legs
 from app.dispatch.pair import Pair
-from app.errors import EngineBroke, UpstreamError
+from app.errors import EngineProtocolError, UpstreamError
 from app.store.handovers import Handovers
 from app.upstream.management import EngineClient
 
@@ -91,12 +91,12 @@ class Mooncake(Concurrent):
 
 
 def _read_engines(address: str, found: object) -> dict[int, str]:
-    """Engine id by data-parallel rank. Raises EngineBroke."""
+    """Engine id by data-parallel rank. Raises EngineProtocolError."""
     engines: dict[int, str] = {}
     for rank, entry in found.items() if isinstance(found, dict) else ():
         identifier = entry.get("engine_id") if isinstance(entry, dict) else None
         if rank.isdecimal() and isinstance(identifier, str):
             engines[int(rank)] = identifier
     if not engines:
-        raise EngineBroke(f"the bootstrap server {address} names no engine")
+        raise EngineProtocolError(f"the bootstrap server {address} names no engine")
     return engines

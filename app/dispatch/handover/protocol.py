@@ -18,12 +18,14 @@ from app.dispatch.bodies import members_of
 from app.dispatch.caller import IDENTITY, Caller, Leg
 from app.dispatch.handover.bodies import Members, Prefilled, check_splittable, read_prefilled, value_of
 from app.dispatch.handover.merge import Known, merged
-from app.dispatch.pair import Pair, never_arrived
-from app.errors import EngineBroke, EngineTimeout, UpstreamError
+from app.dispatch.pair import Pair
+from app.dispatch.retries import never_arrived
+from app.errors import EngineProtocolError, EngineTimeout, EngineUnreachable, UpstreamError
 from app.store.handovers import Handovers
 from app.upstream.transport import Response
 
 PREFILL_ANSWER_LIMIT_BYTES = 64 * 2**20
+REFUSAL_LIMIT_BYTES = 2**20
 DRAIN_S = 1.0
 """How long an answer without a stream waits for prefill's, which ends before decode begins."""
 
@@ -69,10 +71,10 @@ class Protocol(ABC):
         return Begun(response, first)
 
     def read(self, whole: Whole) -> Prefilled:
-        """Raises EngineBroke: no JSON, or the engine says that it gave the request up."""
+        """Raises EngineProtocolError: no JSON, or the engine says that it gave the request up."""
         prefilled = read_prefilled(whole)
         if prefilled.aborted:
-            raise EngineBroke(f"engine {whole.url} broke off: it gave up the prefill")
+            raise EngineProtocolError(f"engine {whole.url} gave up the prefill")
         return prefilled
 
 
@@ -125,22 +127,29 @@ class Sequential(Protocol):
         while True:
             handed = await self._prefill_somewhere(pair, request, members)
             if isinstance(handed, Answer):
+                pair.give_back()
                 return handed
-            answer = await self._decode_somewhere(pair, request, members, handed)
+            answer = await self._decode_somewhere(pair, request, handed)
             if answer is not None:
                 return answer
 
     async def _prefill_somewhere(self, pair: Pair, request: EngineRequest, members: Members) -> Handed | Answer:
+        """What prefill handed over; or its own answer where it failed, and no other prefill node may be tried."""
         path = request.path.partition(b"?")[0]
         request = replace(request, body=self.prefill_body(members, path))
         while True:
             try:
                 await self.link(pair)
-                return await self._prefill(pair, request, members)
+                handed = await self._prefill(pair, request, members)
             except UpstreamError as e:
                 url = e.url if isinstance(e, LinkFailed) else pair.prefill.url
-                if not (isinstance(e, LinkFailed) or never_arrived(e)) or not await pair.replace(url):
+                if not await pair.retries.may(e) or not await pair.replace(url):
                     raise
+                continue
+            if not isinstance(handed, Answer) or not pair.retries.concerns(handed.status):
+                return handed
+            if not await pair.retries.may(handed.status) or not await pair.replace_prefill():
+                return handed
 
     async def _prefill(self, pair: Pair, request: EngineRequest, members: Members) -> Handed | Answer:
         url = pair.prefill.url
@@ -152,17 +161,14 @@ class Sequential(Protocol):
             self.left_in_prefill(pair, answer)
             raise
         if whole.status >= 400:
-            pair.give_back()
             return Answer(whole, url, ())
         pair.took("prefill", url, time.monotonic() - begun_s)
         handed = self.hand(pair, members, self.read(whole))
         pair.prefill.release(succeeded=True)
         return handed
 
-    async def _decode_somewhere(
-        self, pair: Pair, request: EngineRequest, members: Members, handed: Handed
-    ) -> Answer | None:
-        """The answer; None: the hand-over is too old by now, and another was asked for."""
+    async def _decode_somewhere(self, pair: Pair, request: EngineRequest, handed: Handed) -> Answer | None:
+        """The answer; None: what was handed over can't be used any longer, and prefill is held once more."""
         done_s = time.monotonic()
         try:
             while True:
@@ -173,28 +179,37 @@ class Sequential(Protocol):
                     response = await self.call_decode(pair, replace(request, body=handed.body))
                     break
                 except UpstreamError as e:
-                    if not (isinstance(e, LinkFailed) or never_arrived(e)) or not await pair.replace_decode():
+                    if not await pair.retries.may(e) or not await pair.replace_decode():
                         raise
-                if not handed.valid:
-                    handed.abandon()
-                    if await pair.prefill_again():
-                        return None
-                    raise EngineBroke(f"engine {pair.decode.url} was free only after the hand-over had run out")
+                    if not (never_arrived(e) and handed.valid):
+                        handed.abandon()
+                        if await pair.prefill_again():
+                            return None
+                        raise
                 done_s = time.monotonic()
         except BaseException:
             handed.abandon()
             raise
-        if response.status >= 400:
+        url = pair.decode.url
+        if response.status < 400:
+            handed.taken()
+        else:
             handed.abandon()
-            if handed.voided() and await pair.prefill_again():
+            if await self._decode_again(pair, handed, response.status):
                 response.close()
                 return None
-        else:
-            handed.taken()
-        return await finish(pair, response, lambda: handed.prefilled)
+        return await finish(pair, response, lambda: handed.prefilled, url=url)
+
+    async def _decode_again(self, pair: Pair, handed: Handed, status: int) -> bool:
+        """Whether a refused hand-over is to be made once more, at the same decode node or another."""
+        if handed.voided():
+            return pair.retries.left > 0 and await pair.prefill_again()
+        if not pair.retries.concerns(status) or not await pair.retries.may(status):
+            return False
+        return await pair.replace_decode() and await pair.prefill_again()
 
 
-class LinkFailed(UpstreamError):
+class LinkFailed(EngineUnreachable):
     """Two engines could not be linked. `url`: the one to blame."""
 
     code = "link_failed"
@@ -236,20 +251,32 @@ class Concurrent(Protocol):
         self.check(members)
         while True:
             prefill = url = pair.prefill.url
+            answer: Answer | None = None
+            failure: UpstreamError | int
             try:
                 answer = await self._race(pair, await self.legs(pair, request, members), members)
-                if answer.status >= 500:
-                    self.failed(prefill)
-                return answer
+                if answer.status < 400:
+                    return answer
+                url, failure = answer.url, answer.status
+                again = pair.retries.concerns(failure) and await pair.retries.may(failure)
             except _LegFailed as e:
-                url, error = e.url, e.error
+                url, failure = e.url, e.error
+                again = await pair.retries.may(failure)
             except UpstreamError as e:
-                error = e
+                failure = e
+                again = await pair.retries.may(failure)
             self.failed(prefill)
-            if not never_arrived(error) or not await pair.replace(url):
-                raise error
+            again = again and await pair.replace(url) and (pair.prefill.held or await pair.prefill_again())
+            if again:
+                continue
+            if answer is None:
+                assert isinstance(failure, UpstreamError)
+                raise failure
+            pair.give_back()
+            return answer
 
     async def _race(self, pair: Pair, legs: Legs, members: Members) -> Answer:
+        """The answer: decode's, or that of the leg that failed first; the other leg is ended then."""
         prefill = asyncio.create_task(self._prefill_leg(pair, legs.prefill), name="prefill")
         decode = asyncio.create_task(self._decode_leg(pair, legs.decode), name="decode")
         try:
@@ -258,22 +285,16 @@ class Concurrent(Protocol):
                 whole = prefill.result()
                 if whole.status >= 400:
                     await _end(decode)
-                    pair.give_back()
                     return Answer(whole, whole.url, ())
                 self.read(whole)
                 pair.prefill.release(succeeded=True)
                 await asyncio.wait((decode,), timeout=self.caller.timeouts.first_byte_s or None)
                 if not decode.done():
-                    raise EngineTimeout(
-                        f"engine {pair.decode.url} did not answer within "
-                        f"{self.caller.timeouts.first_byte_s:g} s of the prefill's end",
-                        stage="first_byte",
-                    )
+                    raise _LegFailed(pair.decode.url, _too_slow(pair.decode.url, self.caller.timeouts.first_byte_s))
             response = decode.result()
             if response.status >= 400:
                 await _end(prefill)
-                pair.prefill.release(succeeded=False)
-                return await finish(pair, response, lambda: None)
+                return await _refusal(pair, response)
         except BaseException:
             await _end(prefill)
             await _end(decode)
@@ -289,7 +310,7 @@ class Concurrent(Protocol):
             if value_of(members, "stream") is not True or value_of(members, "return_logprob"):
                 # What prefill has to say is wanted in the answer, and it is about to say it.
                 await asyncio.wait((prefill,), timeout=DRAIN_S)
-            return await finish(pair, both, lambda: self._said(prefill))
+            return await finish(pair, both, lambda: self._said(prefill), url=pair.decode.url)
         except BaseException:
             both.close()
             raise
@@ -334,9 +355,8 @@ class _Both:
         self._response.close()
 
 
-async def finish(pair: Pair, response: Response, known: Known) -> Answer:
-    """The answer for the client: decode's, with prefill's figures where it shows any."""
-    url = pair.decode.url
+async def finish(pair: Pair, response: Response, known: Known, *, url: str) -> Answer:
+    """The answer for the client: decode's, of the node at `url`, with prefill's figures where it shows any."""
     try:
         response = await merged(response, known, url=url)
     except BaseException:
@@ -345,6 +365,19 @@ async def finish(pair: Pair, response: Response, known: Known) -> Answer:
     answer = Answer(response, url, (pair.decode,))
     answer.headers = [*answer.headers, pair.server_timing()]
     return answer
+
+
+async def _refusal(pair: Pair, response: Response) -> Answer:
+    """Decode's failure, read to its end, so that its count can be given back whatever is done with it."""
+    body = bytearray()
+    while len(body) < REFUSAL_LIMIT_BYTES and (chunk := await response.read()):
+        body += chunk
+    response.close()
+    return Answer(Whole(pair.decode.url, response.status, response.headers, bytes(body)), pair.decode.url, ())
+
+
+def _too_slow(url: str, limit_s: float) -> EngineTimeout:
+    return EngineTimeout(f"engine {url} did not answer within {limit_s:g} s of the prefill's end", stage="first_byte")
 
 
 async def _end(leg: asyncio.Task[Any]) -> None:

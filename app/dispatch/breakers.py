@@ -1,0 +1,92 @@
+"""Breakers: what the outcome of a call says of the node, told to all workers.
+
+A node whose connections fail several times in a row gets no traffic for a while, then one request of the whole
+deployment as a trial. Owns what counts as a failure and who makes the trial; the states are in the registry.
+Telling costs the request nothing: it happens in the background.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from typing import Any
+
+from app.errors import EngineBroke, EngineTimeout, EngineUnreachable, StoreUnavailable, UpstreamError
+from app.nodes import Breaker, Role
+from app.store.ledger import Select
+from app.store.registry import BreakerRules, Registry
+
+TRIAL_S = 30.0
+"""After that a trial that told nothing (its worker died, its client left) may be made again."""
+AT_ONCE = 64
+"""Failures that are being told; more at the same time say nothing new."""
+
+
+def speaks_against(error: UpstreamError) -> bool:
+    """Whether a failure is one of the node's connection, or its silence before the first byte."""
+    if isinstance(error, EngineTimeout):
+        return error.stage in ("connect", "first_byte")
+    return isinstance(error, EngineUnreachable | EngineBroke)
+
+
+class Breakers:
+    """One per worker."""
+
+    def __init__(self, *, registry: Registry, rules: BreakerRules) -> None:
+        self._registry = registry
+        self._rules = rules
+        self._telling: set[asyncio.Task[None]] = set()
+        self._closing: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<Breakers broken={len(self._registry.snapshot.broken)} telling={len(self._telling)}>"
+
+    def failed(self, url: str, error: UpstreamError) -> None:
+        node = self._registry.snapshot.nodes.get(url)
+        if node is None or node.breaker == Breaker.OPEN or not speaks_against(error):
+            return
+        if len(self._telling) < AT_ONCE:
+            self._tell(self._registry.record_failure(url, self._rules))
+
+    def answered(self, url: str) -> None:
+        """The node answered, with whatever status: its connections work."""
+        if url in self._registry.snapshot.broken and url not in self._closing:
+            self._closing.add(url)
+            self._tell(self._close(url))
+
+    async def select(self, otherwise: Select, model: str, *roles: Role) -> Select:
+        """Whom a request is to be counted on: a node on trial, if it is this request that makes it."""
+        if not self._registry.snapshot.broken:
+            return otherwise
+        url = await self._trial(model, *roles)
+        if url is None:
+            return otherwise
+        return lambda snapshot: snapshot.only(url) if url in snapshot.nodes else otherwise(snapshot)
+
+    async def _trial(self, model: str, *roles: Role) -> str | None:
+        for url in self._registry.snapshot.half_open(model, *roles):
+            with contextlib.suppress(StoreUnavailable):
+                if await self._registry.move_breaker(url, "trial", round(TRIAL_S * 1000)):
+                    return url
+        return None
+
+    async def close(self) -> None:
+        """Let what is being told reach Redis."""
+        if self._telling:
+            await asyncio.wait(self._telling, timeout=1.0)
+
+    async def _close(self, url: str) -> None:
+        try:
+            await self._registry.move_breaker(url, "close")
+        finally:
+            self._closing.discard(url)
+
+    def _tell(self, work: Coroutine[Any, Any, object]) -> None:
+        async def quietly() -> None:
+            with contextlib.suppress(StoreUnavailable):
+                await work
+
+        task = asyncio.create_task(quietly(), name="breaker")
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
