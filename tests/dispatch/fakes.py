@@ -11,6 +11,9 @@ from typing import Any
 
 from app.balancing import ENCODER_POLICIES, Encoder
 from app.dispatch.answer import Answer, EngineRequest, Whole
+from app.dispatch.handover.nixl import Nixl
+from app.dispatch.handover.protocol import Protocol
+from app.dispatch.prefill_decode import PrefillDecode, SplitRules
 from app.errors import EngineRefused, Headers
 from app.nodes import Node, Role, State
 from app.store.ledger import Select, Ticket
@@ -66,6 +69,12 @@ class FakeLedger:
             await self.waits()
         return self._ticket(min(select(self._registry.snapshot).urls, key=lambda url: self.counts[url]))
 
+    async def acquire_each(self, *selects: Select) -> list[Ticket]:
+        if self.waits is not None:
+            await self.waits()
+        pools = [select(self._registry.snapshot) for select in selects]
+        return [self._ticket(min(pool.urls, key=lambda url: self.counts[url])) for pool in pools]
+
     async def acquire_encoders(self, select: Select, items: int) -> list[Ticket]:
         if self.waits is not None:
             await self.waits()
@@ -90,6 +99,21 @@ class FakeLedger:
         return {url: count for url, count in self.counts.items() if count}
 
 
+class FakeFigures:
+    """Counts in memory: what happened how often, and which stages took place at which node."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.stages: list[tuple[str, str]] = []
+
+    def count(self, what: str) -> None:
+        self.counts[what] += 1
+
+    def took(self, url: str, stage: str, seconds: float) -> None:
+        assert seconds >= 0
+        self.stages.append((stage, url))
+
+
 class FakeResponse:
     """An engine's answer that has a status; `closed` once somebody is done with it."""
 
@@ -112,6 +136,7 @@ class Call:
 
     url: str
     request: EngineRequest = field(repr=False)
+    prefill: bool = False
     cancelled: bool = False
 
     @property
@@ -150,9 +175,9 @@ class FakeCaller:
         self.responses: list[FakeResponse] = []
         self.limits: dict[str, int] = {}
 
-    async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int) -> Whole:
+    async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int, prefill: bool = False) -> Whole:
         self.limits[url] = limit_bytes
-        status, body = await self._answer(url, request)
+        status, body = await self._answer(url, request, prefill)
         return Whole(url, status, [(b"content-type", b"application/json"), (b"x-engine", b"yes")], body)
 
     async def send(self, url: str, request: EngineRequest) -> FakeResponse:
@@ -160,8 +185,8 @@ class FakeCaller:
         self.responses.append(FakeResponse(status, body))
         return self.responses[-1]
 
-    async def _answer(self, url: str, request: EngineRequest) -> tuple[int, bytes]:
-        call = Call(url, request)
+    async def _answer(self, url: str, request: EngineRequest, prefill: bool = False) -> tuple[int, bytes]:
+        call = Call(url, request, prefill)
         nth = sum(other.url == url for other in self.calls)
         self.calls.append(call)
         self.running[url] += 1
@@ -265,6 +290,9 @@ class FakeTaker:
         self.sent: list[EngineRequest] = []
         self.responses: list[FakeResponse] = []
 
+    async def open(self, request: EngineRequest) -> Answer:
+        return await (await self.take(request.model)).send(request)
+
     async def take(self, model: str, *, only: str | None = None) -> FakeHeld:
         return self._take(self._urls, only)
 
@@ -279,3 +307,20 @@ class FakeTaker:
     @property
     def bodies(self) -> list[Json]:
         return [json.loads(request.body) for request in self.sent]
+
+
+def split_by(
+    registry: FakeRegistry,
+    ledger: FakeLedger,
+    caller: FakeCaller,
+    figures: FakeFigures,
+    protocol: Protocol | None = None,
+    *,
+    fallback: bool = False,
+    dummy: int | None = None,
+) -> PrefillDecode:
+    """The use case of split serving among fakes, by NIXL if nothing else is said."""
+    parts: Any = {"caller": caller, "figures": figures}
+    store: Any = {"registry": registry, "ledger": ledger}
+    protocol = protocol or Nixl(**parts, lease_s=30, recompute=True)
+    return PrefillDecode(**parts, **store, protocol=protocol, rules=SplitRules(fallback=fallback, dummy=dummy))
