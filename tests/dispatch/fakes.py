@@ -174,6 +174,7 @@ class FakeCaller:
         self.most = 0
         self.responses: list[FakeResponse] = []
         self.limits: dict[str, int] = {}
+        self.kind = b"application/json"  # of answers that are read as they come
 
     async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int, prefill: bool = False) -> Whole:
         self.limits[url] = limit_bytes
@@ -182,7 +183,7 @@ class FakeCaller:
 
     async def send(self, url: str, request: EngineRequest) -> FakeResponse:
         status, body = await self._answer(url, request)
-        self.responses.append(FakeResponse(status, body))
+        self.responses.append(FakeResponse(status, body, [(b"content-type", self.kind)]))
         return self.responses[-1]
 
     async def _answer(self, url: str, request: EngineRequest, prefill: bool = False) -> tuple[int, bytes]:
