@@ -96,12 +96,7 @@ def create_app(settings: Settings) -> HttpFace:
             idle_s=settings.idle_timeout_s,
             total_s=settings.total_timeout_s,
         ),
-        prefill_timeouts=Timeouts(
-            connect_s=settings.connect_timeout_s,
-            first_byte_s=settings.prefill_timeout_s,
-            idle_s=settings.prefill_timeout_s,
-            total_s=settings.prefill_timeout_s,
-        ),
+        prefill_s=settings.prefill_timeout_s,
         engine_key=engine_key,
     )
     prober = Prober(
@@ -250,9 +245,9 @@ class Split:
             recompute=recompute,
         )
 
-    def rules(self, name: str) -> SplitRules:
-        dummy = self._migration.number if self._settings.dummy_prefill and name == "lmdeploy" else None
-        return SplitRules(fallback=self._settings.prefill_fallback, dummy=dummy)
+    def rules(self, topology: Topology) -> SplitRules:
+        dummy = self._migration.number if topology.dummy_prefill else None
+        return SplitRules(fallback=topology.fallback, dummy=dummy)
 
     async def close(self) -> None:
         await self.sessions.close()
@@ -281,7 +276,7 @@ def dispatcher(settings: Settings, *, registry: Registry, ledger: Ledger, caller
             caller=caller,
             protocol=split.protocol(topology.protocol, caller),
             figures=split.figures,
-            rules=split.rules(topology.protocol),
+            rules=split.rules(topology),
         )
         if topology.split
         else hybrid

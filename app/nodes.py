@@ -50,8 +50,9 @@ class Node:
 
     `order` is the registry version at which the node first came (registration order);
     `incarnation` is the version of its latest registration: a probe's verdict on an older
-    incarnation is void. `life` is the version at which it was registered or came back: links and
-    sessions of an older life are void. `bootstrap_port` is where a prefill node tells of its KV cache.
+    incarnation is void. `life` is the version at which it was registered, or found to be another
+    process: links and sessions of an older life are void. `bootstrap_port` is where a prefill node tells of
+    its KV cache.
     """
 
     url: str

@@ -7,9 +7,9 @@
 -- ARGV[3]  lives              of both nodes, as the caller knows them: a link of other lives is void
 -- ARGV[4]  version            of the registry snapshot that the lives come from
 -- ARGV[5]  wait               ms that linking may take
--- RETURN   {code, record, before}  code: 0 the caller links now (record: its claim, to be settled; before:
---          what stood there, '' = nothing), 8 linked, 10 another worker is at it, 7 it failed a moment ago
---          (record says why), 2 the caller's snapshot is older than the link (refresh first)
+-- RETURN   {code, record}     code: 0 the caller links now (record: its claim, to be settled), 8 linked,
+--          10 another worker is at it, 7 it failed a moment ago (record says why), 2 the caller's
+--          snapshot is older than the link (refresh first)
 -- COST     O(1)               CALLER app/store/links.py
 local links, workers = KEYS[1], KEYS[2]
 local pair, worker, lives, version, wait_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
@@ -25,19 +25,19 @@ end
 local until_ms = tonumber(record.until_ms) or 0
 local same = record.lives == lives
 if not same and (tonumber(record.version) or 0) > version then
-    return { 2, text, '' }
+    return { 2, text }
 end
 if same and record.state == 'connected' then
-    return { 8, text, '' }
+    return { 8, text }
 end
 if same and record.state == 'failed' and now_ms < until_ms then
-    return { 7, text, '' }
+    return { 7, text }
 end
 -- One that is being undone is held whatever its lives: what is undone late would undo the new link.
 if (same and record.state == 'connecting') or record.state == 'undoing' then
     local alive = redis.call('ZSCORE', workers, tostring(record.owner))
     if now_ms < until_ms and alive and tonumber(alive) > now_ms then
-        return { 10, text, '' }
+        return { 10, text }
     end
 end
 
@@ -46,4 +46,4 @@ local claim = cjson.encode({
     since_ms = now_ms, until_ms = now_ms + wait_ms,
 })
 redis.call('HSET', links, pair, claim)
-return { 0, claim, text or '' }
+return { 0, claim }

@@ -28,6 +28,7 @@ RDMA, NVLINK = 2, 3  # MigrationProtocol as it is serialised
 IB, ROCE = 1, 2  # RDMALinkType
 SUCCESS, FAIL = 1, 2  # DistServeConnectionStatus
 HEADER = b"x-lmdeploy-distserve-proxy"
+UNHEARD = "freed, unheard"
 REMEMBERED = 10_000  # ended sessions, and notes of each kind: an engine of a demonstration runs for ever
 
 # What a client's request may hold; anything else on a leg is an invention of the distributor's.
@@ -200,7 +201,13 @@ class Books:
         if how == "migrated":
             self.fabric.late_frees.append(number)
             return
-        need(how == "restarted", f"free_cache of session {number}, which is not held: {how}")
+        again = how in ("restarted", UNHEARD)
+        need(again, f"free_cache of session {number}, which is not held: {how}")
+
+    def unheard(self, number: int) -> None:
+        """The answer to its `free_cache` was lost: it may be asked for again."""
+        if self.ended.get(number) == "freed":
+            self.ended[number] = UNHEARD
 
 
 def parse(body: bytes) -> dict[str, Any]:

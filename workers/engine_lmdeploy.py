@@ -24,14 +24,10 @@ from workers import engine_answers as answers
 from workers.engine_answers import Answer, Knobs
 from workers.engine_books import (
     CLIENT_FIELDS,
-    FAIL,
     HEADER,
     PROMPT_FIELDS,
-    RDMA,
-    SUCCESS,
     Books,
     Fabric,
-    Link,
     Refused,
     Session,
     Stale,
@@ -43,6 +39,7 @@ from workers.engine_books import (
     parse,
 )
 from workers.engine_http import Made, Record, scripted_end
+from workers.engine_links import Links
 from workers.engine_server import Engine
 
 BLOCK_BYTES = 64  # of the prompt as JSON: its blocks are counted, not computed
@@ -113,19 +110,18 @@ class LmdeployEngine(Engine):
         self.fabric = fabric or Fabric(closed=False)
         self.traits = traits or Traits()
         self.books = Books(self.fabric)
-        self.links: dict[str, Link] = {}
-        self.dropped: set[str] = set()  # remotes whose link was dropped, or voided by a restart
-        self.addresses: set[str] = set()  # of all incarnations
+        self.links = Links(self)
         self.incarnation = 1
         self.faults: dict[str, deque[Fault]] = {}
         self.calls: list[tuple[str, dict[str, Any]]] = []  # POSTs to /distserve, as they came
         self.known_as = known_as
         self._prefills: dict[Record, Session] = {}
         self._pulls: dict[Record, Pull] = {}
+        self._frees: dict[Record, int] = {}  # calls of free_cache whose answer is on its way
         self._releases: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
-        return f"<LmdeployEngine {self.role.name} {self.name} {self.incarnation}. {self.books} {len(self.links)} links>"
+        return f"<LmdeployEngine {self.role.name} {self.name} {self.incarnation}. {self.books} {self.links}>"
 
     @property
     def name(self) -> str:
@@ -161,12 +157,13 @@ class LmdeployEngine(Engine):
 
     async def crash(self) -> None:
         """As a SIGKILL: what it held is gone, and its links are void for the other side too."""
+        for number in self._frees.values():
+            self.books.unheard(number)
         await super().crash()
         self.incarnation += 1
         for session in list(self.books.sessions.values()):
             self.books.end(session, "restarted")
-        self.dropped |= set(self.links)
-        self.links.clear()
+        self.links.void()
 
     async def close(self) -> None:
         await super().close()
@@ -178,6 +175,9 @@ class LmdeployEngine(Engine):
         super().end(record, aborted=aborted)
         if not ends:
             return
+        freed = self._frees.pop(record, None)
+        if freed is not None and aborted:
+            self.books.unheard(freed)
         session = self._prefills.pop(record, None)
         if session is not None and (session.undelivered or (aborted and self.traits.abort_frees)):
             self.books.end(session, "lost")
@@ -189,8 +189,7 @@ class LmdeployEngine(Engine):
             # The timer may be a moment later than the write that ends a short answer.
             if pull.reaches and (not aborted or record.chunk_s):
                 self._first_token(pull)
-        freed = pull.session is not None and pull.session.ended == "freed"
-        if freed and pull.taken and not aborted:
+        if pull.session is not None and pull.session.ended == "freed" and pull.taken and not aborted:
             self._violation(f"session {pull.number} was freed while decode pulled it")
 
     def remembered(self, record: Record, keep_alive: bool) -> Made | None:
@@ -232,7 +231,7 @@ class LmdeployEngine(Engine):
             "incarnation": self.incarnation,
             "sessions": len(self.books.sessions),
             "blocks": self.books.blocks,
-            "links": {remote: self.link_to(remote) is not None for remote in self.links},
+            "links": {remote: self.links.true_to(remote) is not None for remote in self.links.held},
             "violations": self.fabric.violations[-20:],
             "refusals": self.fabric.refusals[-20:],
         }
@@ -245,9 +244,9 @@ class LmdeployEngine(Engine):
     def _control(self, record: Record, call: str) -> Answer:
         method = "GET" if call == "engine_info" else "POST"
         routes = {
-            "p2p_initialize": self._initialize,
-            "p2p_connect": self._connect,
-            "p2p_drop_connect": self._drop,
+            "p2p_initialize": self.links.initialize,
+            "p2p_connect": self.links.connect,
+            "p2p_drop_connect": self.links.drop,
             "free_cache": self._free,
         }
         need(record.method == method and (call in routes or method == "GET"), f"{record.method} {call} is no call")
@@ -266,6 +265,8 @@ class LmdeployEngine(Engine):
             answer = answers.json_answer(200, msgspec.json.encode(self.info()).decode())
         else:
             answer = answers.json_answer(200, routes[call](body))
+            if call == "free_cache":
+                self._frees[record] = body["remote_session_id"]
         if fault.body is not None:
             answer = answers.json_answer(200, fault.body)
         answer.first_s = fault.delay_s
@@ -281,98 +282,6 @@ class LmdeployEngine(Engine):
             waiting.popleft()
         return fault
 
-    def _other(self, name: object) -> LmdeployEngine | None:
-        """An engine of the other role; None: one that is not in an open Fabric."""
-        need(isinstance(name, str) and name, f"engine id {name!r}")
-        other = self.fabric.engines.get(str(name))
-        if other is None:
-            need(not self.fabric.closed, f"unknown engine {name}")
-            return None
-        need(other.role is not self.role, f"{name} is {other.role.name} too")
-        return other
-
-    def _initialize(self, body: dict[str, Any]) -> dict[str, Any]:
-        wanted = {"local_engine_id", "local_engine_config", "remote_engine_id", "remote_engine_config", "protocol"}
-        kinds = {"tcp_config", "rdma_config", "nvlink_config"}
-        keys_are(body, wanted, "p2p_initialize", maybe={"rank"} | kinds)
-        fabric = self.fabric
-        need(body["local_engine_id"] == self.name, f"local_engine_id {body['local_engine_id']}, I am {self.name}")
-        need(body["local_engine_config"] == self.info(), f"local_engine_config {body['local_engine_config']}")
-        remote = str(body["remote_engine_id"])
-        other = self._other(remote)
-        theirs = body["remote_engine_config"]
-        keys_are(theirs, set(self.info()), "remote_engine_config")
-        need(theirs["tp_size"] == self.traits.tp_size, f"tp_size {theirs['tp_size']}, mine is {self.traits.tp_size}")
-        if other is not None and theirs != other.info():
-            raise Stale(f"remote_engine_config is not what {remote} tells now")
-        need(body["protocol"] == fabric.protocol, f"protocol {body['protocol']!r}, not {fabric.protocol}")
-        need(body.get("rank") is None, f"rank {body.get('rank')!r}")
-        need(body.get("tcp_config") is None, "a TCP configuration")
-        if fabric.protocol == RDMA:
-            need(body.get("rdma_config") == fabric.rdma, f"rdma_config {body.get('rdma_config')}, not {fabric.rdma}")
-            need(body.get("nvlink_config") is None, "an NVLINK configuration")
-        else:
-            need(body.get("nvlink_config") in (None, {}), f"nvlink_config {body.get('nvlink_config')}")
-            need(body.get("rdma_config") is None, "an RDMA configuration")
-        if self.role is Role.Decode and other is not None and self.name not in other.links:
-            need(self.name in other.dropped or other.incarnation > 1, f"{remote}, the prefill, is asked first")
-            raise Stale(f"{remote} was asked before it restarted")
-        fabric.initialized[self.name, remote, self.incarnation] += 1
-        nth = fabric.initialized[self.name, remote, self.incarnation]
-        address = f"tcp://{self.host}:{10_000 + len(self.addresses)}-{self.incarnation}.{nth}"
-        self.addresses.add(address)
-        told = {"protocol": fabric.protocol, "endpoint_info": f'{{"of": "{address}"}}', "cache_pools": None}
-        self.links[remote] = Link(remote, address, [told])
-        self.dropped.discard(remote)
-        return {
-            "status": SUCCESS,
-            "engine_endpoint_info": {"zmq_address": address},
-            "kvtransfer_endpoint_info": [told],
-        }
-
-    def _connect(self, body: dict[str, Any]) -> dict[str, Any]:
-        wanted = {"protocol", "remote_engine_id", "remote_engine_endpoint_info", "remote_kvtransfer_endpoint_info"}
-        keys_are(body, wanted, "p2p_connect")
-        keys_are(body["remote_engine_endpoint_info"], {"zmq_address"}, "remote_engine_endpoint_info")
-        need(body["protocol"] == self.fabric.protocol, f"protocol {body['protocol']!r}, not {self.fabric.protocol}")
-        remote = str(body["remote_engine_id"])
-        other = self._other(remote)
-        link = self.links.get(remote)
-        if link is None and remote in self.dropped:
-            raise Stale(f"{remote} was initialised before the restart")
-        need(link is not None, f"p2p_connect to {remote} without p2p_initialize")
-        assert link is not None
-        address = body["remote_engine_endpoint_info"]["zmq_address"]
-        if other is None:
-            link.connected_to = 1
-            return {"status": SUCCESS}
-        theirs = other.links.get(self.name)
-        if theirs is None or theirs.address != address:
-            need(address in other.addresses, f"zmq_address {address} was never {remote}'s")
-            return {"status": FAIL}  # it has restarted, or was initialised anew, since it told this address
-        transfer = body["remote_kvtransfer_endpoint_info"]
-        keep = [{key: value for key, value in entry.items() if value is not None} for entry in transfer]
-        told = [{key: value for key, value in entry.items() if value is not None} for entry in theirs.transfer]
-        need(keep == told, f"remote_kvtransfer_endpoint_info {transfer}")
-        was_whole = self.link_to(remote) is not None
-        link.connected_to = other.incarnation
-        if not was_whole and self.link_to(remote) is not None:
-            prefill, decode = (self, other) if self.role is Role.Prefill else (other, self)
-            key = (prefill.name, decode.name, prefill.incarnation, decode.incarnation)
-            self.fabric.links_made[key] += 1
-        return {"status": SUCCESS}
-
-    def _drop(self, body: dict[str, Any]) -> dict[str, Any]:
-        keys_are(body, {"engine_id", "remote_engine_id"}, "p2p_drop_connect")
-        need(body["engine_id"] == self.name, f"engine_id {body['engine_id']}, I am {self.name}")
-        remote = str(body["remote_engine_id"])
-        if remote not in self.links:
-            # LMDeploy answers 500 here: after a restart, or where set-up ended half way, nobody can know.
-            raise Stale(f"no link to {remote}")
-        del self.links[remote]
-        self.dropped.add(remote)
-        return {"success": True}
-
     def _free(self, body: dict[str, Any]) -> dict[str, Any]:
         keys_are(body, {"remote_engine_id", "remote_session_id"}, "free_cache")
         need(self.role is Role.Prefill, "free_cache on a decode engine")
@@ -381,19 +290,6 @@ class LmdeployEngine(Engine):
         need(is_int(number) and number > 0, f"remote_session_id {number!r}")
         self.books.free(number)
         return {"status": "SUCCESS"}
-
-    def link_to(self, remote: str) -> Link | None:
-        """The link, if it is connected on both sides and neither has restarted since."""
-        link = self.links.get(remote)
-        if link is None or not link.connected_to:
-            return None
-        other = self.fabric.engines.get(remote)
-        if other is None:
-            return link
-        theirs = other.links.get(self.name)
-        if theirs is None or theirs.connected_to != self.incarnation or link.connected_to != other.incarnation:
-            return None
-        return link
 
     # --- inference
 
@@ -480,10 +376,10 @@ class LmdeployEngine(Engine):
             migration["remote_session_id"],
             migration["remote_block_ids"],
         )
-        prefill = self._other(owner)
-        if self.link_to(owner) is None:
-            known = owner in self.links or owner in self.dropped
-            gone = prefill is not None and (self.name in prefill.dropped or prefill.incarnation > 1)
+        prefill = self.links.other(owner)
+        if self.links.true_to(owner) is None:
+            known = owner in self.links.held or owner in self.links.dropped
+            gone = prefill is not None and (self.name in prefill.links.dropped or prefill.incarnation > 1)
             if known or gone or self.incarnation > 1:
                 raise Stale(f"the link to {owner} is not true any more")
             raise Refused(f"no link to {owner}")
@@ -528,7 +424,7 @@ class LmdeployEngine(Engine):
 
     def _released(self, body: dict[str, Any]) -> Answer:
         keys_are(body, {"decode", "session"}, "release")
-        if self.link_to(body["decode"]) is None:
+        if self.links.true_to(body["decode"]) is None:
             raise Stale(f"no link to {body['decode']}")
         session = self.books.sessions.get(body["session"])
         if session is None:

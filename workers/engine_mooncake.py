@@ -95,7 +95,7 @@ class MooncakeEngine(PdEngine):
     def _prefill(self, record: Record, key: str, rank: int, body: Body) -> Admitted:
         prompt = rules.prompt_of(body)
         self.fabric.check("prefill", key, record, prompt)
-        meeting = self.fabric.join("prefill", key, record, prompt)
+        meeting = self.fabric.join(self, key, record, prompt)
         meeting.at, meeting.rank = self, rank
 
         def computed() -> None:
@@ -104,7 +104,7 @@ class MooncakeEngine(PdEngine):
             if meeting.decode is None:
                 self.keep(Kept(key, record, prompt))
             else:
-                self.fetched.add(key)
+                self.fetched[key] = self.fabric.met["decode", key]
             meeting.computed.open()
 
         return Admitted(self.usage(), proper_end=computed, any_end=lambda: self.fabric.part("prefill", key))
@@ -123,9 +123,9 @@ class MooncakeEngine(PdEngine):
         self._check(engine, key, engine_id, record, prompt)
         if dry:
             return None
-        meeting = self.fabric.join("decode", key, record, prompt)
+        meeting = self.fabric.join(self, key, record, prompt)
         if key in engine.kept:
-            engine.fetch(key)
+            engine.fetch(key, self)
             meeting.computed.open()
         usage = self.usage(cached=self.pd.prompt_tokens)
         return Admitted(usage, gate=meeting.computed, any_end=lambda: self.fabric.part("decode", key))

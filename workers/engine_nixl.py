@@ -61,7 +61,10 @@ class NixlEngine(PdEngine):
         if engine is None:
             need(params["remote_engine_id"] in self.fabric.former, f"no such engine: {params}")
             return self._recompute(record, "the prefill engine restarted", dry=dry)
-        need(key not in engine.fetched, f"blocks of {key} were fetched before")
+        taker = engine.fetched.get(key)
+        if taker is not None and taker.forgot:
+            return self._recompute(record, "fetched by an engine that crashed", dry=dry)
+        need(taker is None, f"blocks of {key} were fetched before")
         need(key not in engine.expired, f"blocks of {key} are older than the lease")
         kept = engine.kept.get(key)
         need(kept is not None, f"no blocks for {key}")
@@ -71,7 +74,7 @@ class NixlEngine(PdEngine):
         need(rules.prompt_of(body) == kept.prompt, "another prompt than prefill's")
         if dry:
             return None
-        engine.fetch(key)
+        engine.fetch(key, self)
         return Admitted(self.usage(cached=self.pd.prompt_tokens))
 
     def _recompute(self, record: Record, reason: str, *, dry: bool) -> Admitted | None:

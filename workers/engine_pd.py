@@ -50,6 +50,26 @@ class Meeting:
     computed: Gate = field(default_factory=Gate)
 
 
+@dataclass(frozen=True, slots=True)
+class Taker:
+    """Who took something. One that crashed since has forgotten it, and may be given it again.
+
+    A request that met a crash on a kept connection is sent again, as one that a closed idle connection lost:
+    its sender can't tell the two apart.
+    """
+
+    engine: PdEngine
+    incarnation: int
+
+    @classmethod
+    def now(cls, engine: PdEngine) -> Taker:
+        return cls(engine, engine.incarnation)
+
+    @property
+    def forgot(self) -> bool:
+        return self.engine.incarnation != self.incarnation
+
+
 @dataclass(eq=False)
 class Fabric:
     """How the engines of one process reach each other. `repr` shows what is open."""
@@ -58,23 +78,25 @@ class Fabric:
     former: set[str] = field(default_factory=set)  # engine ids from before a restart
     bootstraps: dict[tuple[str, int], PdEngine] = field(default_factory=dict)
     meetings: dict[str, Meeting] = field(default_factory=dict)  # by transfer id or room
-    met: set[tuple[Leg, str]] = field(default_factory=set)  # every id that a leg ever came with
+    met: dict[tuple[Leg, str], Taker] = field(default_factory=dict)  # every id that a leg ever came with
 
     def __repr__(self) -> str:
         return f"<Fabric engines={list(self.engines)} open={list(self.meetings)}>"
 
     def check(self, leg: Leg, key: str, record: Record, body: Body) -> None:
         """Raises Refused: a leg of this kind came with that id before, or the other one is of another request."""
-        need((leg, key) not in self.met, f"id {key} came to a {leg} engine before")
+        before = self.met.get((leg, key))
+        need(before is None or before.forgot, f"id {key} came to a {leg} engine before")
         meeting = self.meetings.get(key)
         if meeting is not None:
             other = meeting.request_id
             need(record.id == other, f"x-request-id {record.id}, on the other leg of {key} it is {other}")
             need(body == meeting.body, f"the legs of {key} differ: {body} and {meeting.body}")
 
-    def join(self, leg: Leg, key: str, record: Record, body: Body) -> Meeting:
+    def join(self, engine: PdEngine, key: str, record: Record, body: Body) -> Meeting:
         """For a leg that passed `check`."""
-        self.met.add((leg, key))
+        leg = engine.leg
+        self.met[leg, key] = Taker.now(engine)
         meeting = self.meetings.setdefault(key, Meeting(record.id, body))
         if leg == "prefill":
             meeting.prefill = record
@@ -125,16 +147,18 @@ class PdEngine(Engine):
         self.violations: list[str] = []
         self.recomputed: list[tuple[str, str]] = []
         self.expired: list[str] = []
-        self.fetched: set[str] = set()
+        self.fetched: dict[str, Taker] = {}
         self.kept: dict[str, Kept] = {}
         self._running: dict[Record, Admitted] = {}
         self._whole: set[Record] = set()  # those whose answer is not to be broken off by script
         self._lost = False  # it crashes
+        self.incarnation = 0
         self.engine_ids: list[str] = []
         self._name_itself()
 
     def __repr__(self) -> str:
-        return f"<{self.protocol} {self.leg} {self.url} kept={list(self.kept)} running={len(self._running)}>"
+        running = [record.id for record in self._running]
+        return f"<{self.protocol} {self.leg} {self.url} kept={list(self.kept)} running={running}>"
 
     @property
     def pd(self) -> PdKnobs:
@@ -151,6 +175,7 @@ class PdEngine(Engine):
     async def crash(self) -> None:
         """As a SIGKILL: what was kept is lost, and the next incarnation has new engine ids."""
         self._lost = True
+        self.incarnation += 1  # before its connections end: what was on them may be elsewhere a moment later
         await super().crash()
         for key in list(self.kept):
             self._let_go(key)
@@ -187,21 +212,28 @@ class PdEngine(Engine):
             body = rules.parse(record.body)
             need(body.get("model") in knobs.models, f"model {body.get('model')}")
             rules.check_body(self.protocol, self.leg, path, body)
-            scripted = knobs.status != 200 and self.struck(record)
-            admitted = self.admit(record, path, body, headers, dry=scripted)
+            scripted, unsaid = self.struck(record) and knobs.status != 200, self._ends_unsaid(record)
+            admitted = self.admit(record, path, body, headers, dry=scripted or unsaid)
         except (Refused, AttributeError, KeyError, TypeError, ValueError) as e:  # the latter: of no shape at all
             self.violations.append(f"{self.leg} {record.id}: {e}")
             return answers.error(400, str(e), "not_in_the_protocol")
         if isinstance(admitted, Answer):
             return admitted
-        if scripted or admitted is None:
+        if scripted:
             return answers.scripted(knobs)
+        if admitted is None:
+            return Answer(200, [], [b""])  # of which nothing is sent
         answer = speak(knobs, self.leg, path, body, record, admitted.usage, admitted.more)
         answer.gate = admitted.gate
         self._running[record] = admitted
         if not (self.struck(record) and scripted_end(knobs)[0] is not None):
             self._whole.add(record)
         return answer
+
+    def _ends_unsaid(self, record: Record) -> bool:
+        """The connection ends by script before the head: such a request was never taken, and may come again."""
+        after, ending = scripted_end(self.knobs)
+        return self.struck(record) and after is not None and after < 0 and ending != "stall"
 
     @abstractmethod
     def admit(
@@ -232,10 +264,10 @@ class PdEngine(Engine):
         self.kept[kept.key] = kept
         kept.timer = asyncio.get_running_loop().call_later(self.pd.lease_s, self._expire, kept.key)
 
-    def fetch(self, key: str) -> None:
+    def fetch(self, key: str, by: PdEngine) -> None:
         """Another engine has taken it over."""
         self._let_go(key)
-        self.fetched.add(key)
+        self.fetched[key] = Taker.now(by)
 
     def _let_go(self, key: str) -> None:
         kept = self.kept.pop(key)

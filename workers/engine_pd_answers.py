@@ -27,6 +27,7 @@ class PdKnobs(Knobs):
     prompt_tokens: int = 11
     cached_tokens: int = 4  # of the prompt, in this engine's own cache
     details: bool = True  # usage tells cached tokens
+    null_usage: bool = False  # a stream's other events say "usage": null, as SGLang's do
     lease_s: float = LEASE_S  # prefill keeps for so long what nobody has fetched
     with_params: bool = True  # NIXL prefill answers kv_transfer_params
     finish: str = ""  # prefill's finish_reason instead of "length": then nothing is handed over
@@ -71,6 +72,8 @@ class _Change:
         elif (self.body.get("stream_options") or {}).get("continuous_usage_stats"):
             self.said += 1
             value["usage"] = with_completion(self.usage, self.said)
+        elif self.knobs.null_usage:
+            value["usage"] = None
         if not value["choices"]:
             return value
         if self.leg == "prefill":

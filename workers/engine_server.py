@@ -127,9 +127,9 @@ class Engine:
     async def crash(self) -> None:
         """What a SIGKILL does: nobody listens, every connection is reset."""
         await self.stop_listening()
-        for connection in list(self.connections):
-            connection.reset()
         for _ in range(1000):
+            for connection in list(self.connections):  # each time: one may have been accepted just before
+                connection.reset()
             if not self.connections:
                 break
             await asyncio.sleep(0.001)

@@ -61,7 +61,7 @@ class SglangEngine(PdEngine):
         same = {name: value for name, value in body.items() if name not in rules.RANKS}
         for room in rooms:
             self.fabric.check(self.leg, room, record, same)
-        meetings = [self.fabric.join(self.leg, room, record, same) for room in rooms]
+        meetings = [self.fabric.join(self, room, record, same) for room in rooms]
 
         def part() -> None:
             for room in rooms:

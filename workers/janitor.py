@@ -37,7 +37,7 @@ class Janitor:
         # Not `while True`: under the client library's calls Python 3.11 can lose a cancellation.
         while not task.cancelling():
             self._awake.clear()
-            self._distserve.note_again()
+            self._distserve.tidy_own()
             if self._leads():
                 with contextlib.suppress(StoreUnavailable):
                     await self._distserve.tidy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import Enum
 
 from app.dispatch.answer import EngineRequest, Whole
 from app.errors import EngineBroke, EngineRefused, Headers
@@ -16,8 +17,24 @@ class AnswerTooLong(EngineBroke):
     """A body over the limit of whoever asked: it would be as long the next time."""
 
 
+class Leg(Enum):
+    """Which part of a request a call is: each has time limits of its own.
+
+    WHOLE also is decode after prefill; BESIDE_PREFILL is decode while prefill still computes, whose first
+    byte is waited for from prefill's end on, by who knows when that is.
+    """
+
+    WHOLE = "whole"
+    PREFILL = "prefill"
+    BESIDE_PREFILL = "beside prefill"
+
+
 class Caller:
-    """One per worker, shared by the use cases."""
+    """One per worker, shared by the use cases.
+
+    Args:
+        prefill_s: a prefill leg's limit, from its connection to the end of its answer; 0 = none.
+    """
 
     def __init__(
         self,
@@ -26,24 +43,24 @@ class Caller:
         transport: Transport,
         timeouts: Timeouts,
         engine_key: str | None,
-        prefill_timeouts: Timeouts | None = None,
+        prefill_s: float = 0.0,
     ) -> None:
         self._registry = registry
         self._transport = transport
-        self._timeouts = timeouts
-        self._prefill_timeouts = prefill_timeouts or timeouts
+        self.timeouts = timeouts
+        self._timeouts = {
+            Leg.WHOLE: timeouts,
+            Leg.PREFILL: replace(timeouts, first_byte_s=prefill_s, idle_s=prefill_s, total_s=prefill_s),
+            Leg.BESIDE_PREFILL: replace(timeouts, first_byte_s=0.0),
+        }
         self._engine_key = engine_key
         self._targets: dict[str, Target] = {}
 
     def __repr__(self) -> str:
         return f"<Caller targets={len(self._targets)}>"
 
-    async def send(self, url: str, request: EngineRequest, *, prefill: bool = False) -> Response:
-        """Send `request` to the node and return when the answer's head has come. Raises UpstreamError.
-
-        Args:
-            prefill: it is a prefill leg, which has a time limit of its own.
-        """
+    async def send(self, url: str, request: EngineRequest, leg: Leg = Leg.WHOLE) -> Response:
+        """Send `request` to the node and return when the answer's head has come. Raises UpstreamError."""
         try:
             return await self._transport.send(
                 self._target(url),
@@ -51,19 +68,19 @@ class Caller:
                 request.path,
                 self._with_key(url, request.headers),
                 request.body,
-                self._prefill_timeouts if prefill else self._timeouts,
+                self._timeouts[leg],
             )
         except EngineRefused:
             self._registry.refused(url)
             raise
 
-    async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int, prefill: bool = False) -> Whole:
+    async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int, leg: Leg = Leg.WHOLE) -> Whole:
         """The whole answer, as it is read here: the client's wish for a compressed one is not passed on.
 
         Raises UpstreamError; AnswerTooLong where its body is longer than `limit_bytes`.
         """
         headers = [*(header for header in request.headers if header[0] != b"accept-encoding"), IDENTITY]
-        response = await self.send(url, replace(request, headers=headers), prefill=prefill)
+        response = await self.send(url, replace(request, headers=headers), leg)
         try:
             body = bytearray()
             while chunk := await response.read():

@@ -8,16 +8,17 @@ time does that (`workers.janitor`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 from app.dispatch.handover.links import Links
 from app.dispatch.handover.sessions import Sessions, quietly
-from app.errors import BadRequest, UpstreamError
+from app.errors import BadRequest, StoreUnavailable, UpstreamError
 from app.nodes import Role, State
 from app.store.handovers import Handovers
 from app.store.links import Link, LinkTable, ends_of, pair_of, read_link
-from app.store.migrations import Migration, Migrations
+from app.store.migrations import Migrations
 from app.store.registry import Registry
 from app.upstream.distserve import DistServeClient
 
@@ -58,6 +59,8 @@ class DistServe:
     async def warm_up(self) -> Json:
         """Link every prefill with every decode node of the same model; what became of each pair."""
         self._check_linked()
+        with contextlib.suppress(StoreUnavailable):
+            await self._registry.refresh()  # a node may have been added through another worker just now
         pairs = list(self._pairs())
         failures = await asyncio.gather(*(self._ensure(*pair) for pair in pairs))
         links = {
@@ -110,26 +113,25 @@ class DistServe:
     # --- what is left behind
 
     async def tidy(self) -> None:
-        """Undo void links and free sessions that nobody will take over. Raises StoreUnavailable."""
-        await self._sessions.collect(self._is_orphan)
+        """Undo the links of removed nodes and free the sessions of dead workers. Raises StoreUnavailable.
+
+        A link of nodes that only have another life now is left: the next request replaces it.
+        """
+        await self._sessions.collect(lambda _, record, workers, __: record.worker not in workers)
         snapshot = self._registry.snapshot
-        records = await self._table.all()
-        void = [
+        left = [
             (pair, text, link)
-            for pair, text in records.items()
+            for pair, text in (await self._table.all()).items()
             if (link := read_link(text)).state != "connecting"
             and link.version <= snapshot.version
-            and link.lives != self._links.lives_of(*ends_of(pair))
+            and not all(url in snapshot.nodes for url in ends_of(pair))
         ]
-        await asyncio.gather(*(quietly(self._undo(*entry)) for entry in void))
+        await asyncio.gather(*(quietly(self._undo(*entry)) for entry in left))
 
-    def note_again(self) -> None:
-        """Every worker, now and then: Redis may have lost the notes of its own sessions."""
+    def tidy_own(self) -> None:
+        """Every worker, now and then: free its sessions of removed nodes, note the others once more."""
+        self._sessions.look_after_own()
         self._migrations.note_again()
-
-    def _is_orphan(self, prefill: str, record: Migration, workers: set[str], now_ms: int) -> bool:
-        nodes = self._registry.snapshot.nodes
-        return record.worker not in workers or prefill not in nodes or record.decode not in nodes
 
     async def _undo(self, pair: str, text: str, link: Link) -> None:
         undoing = Link("undoing", "", 0, since_ms=link.since_ms, owner=self._worker)
@@ -137,5 +139,5 @@ class DistServe:
         if mine is None:
             return
         if link.state == "connected":
-            await self._links.undo(*ends_of(pair), link.lives)
+            await self._links.undo(*ends_of(pair))
         await self._table.drop(pair, mine)

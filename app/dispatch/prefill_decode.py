@@ -25,7 +25,7 @@ from app.store.registry import Registry
 class SplitRules:
     """From settings.
 
-    fallback: a decode node serves alone where no prefill node can.
+    fallback: a Decode or Hybrid node serves alone where no prefill node can.
     dummy: LMDeploy's --dummy-prefill, with the number of the migration protocol; None = off.
     """
 
@@ -59,7 +59,7 @@ class PrefillDecode:
         Prefill's failure is the answer, and decode is not called, or no longer.
         """
         if request.path.partition(b"?")[0] not in self._protocol.paths:
-            return await (await self._take_decode(request.model)).send(request)
+            return await (await self._take_one(request.model, Role.Decode)).send(request)
         return await (await self.take(request.model)).send(request)
 
     async def take(self, model: str, *, only: str | None = None) -> Held:
@@ -71,19 +71,20 @@ class PrefillDecode:
                 candidates(model, Role.Prefill), candidates(model, Role.Decode, only=only)
             )
         except NoNodeAvailable:
-            if not self._rules.fallback or self._has_prefill(model):
+            if not self._rules.fallback or self._has_both(model):
                 raise
-            held = await self._take_decode(model)
+            held = await self._take_one(model, Role.Decode, Role.Hybrid)
             self._figures.count("prefill_fallback")
             return held
         return HeldPair(Pair(model, prefill, decode, ledger=self._ledger, figures=self._figures), self._protocol)
 
-    async def _take_decode(self, model: str) -> HeldNode:
-        return HeldNode(await self._ledger.acquire(candidates(model, Role.Decode)), self._caller)
+    async def _take_one(self, model: str, *roles: Role) -> HeldNode:
+        return HeldNode(await self._ledger.acquire(candidates(model, *roles)), self._caller)
 
-    def _has_prefill(self, model: str) -> bool:
+    def _has_both(self, model: str) -> bool:
         try:
-            self._registry.snapshot.pool(model, Role.Prefill)
+            for role in (Role.Prefill, Role.Decode):
+                self._registry.snapshot.pool(model, role)
         except (ModelNotFound, NoNodeAvailable):
             return False
         return True

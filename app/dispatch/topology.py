@@ -29,6 +29,7 @@ class Topology:
     protocol: str
     expects_encoders: bool
     dummy_prefill: bool = False
+    fallback: bool = False  # a node that decodes, or does all, serves where no prefill node can
     named: bool = True  # by flags, so that a node of the other kind is a mistake
 
     @classmethod
@@ -67,11 +68,18 @@ class Topology:
                 "they hand the KV cache over by nixl or mooncake"
             )
         dummy = split and settings.dummy_prefill and protocol == "lmdeploy"
-        return cls(split, protocol, bool(settings.encode_servers_urls), dummy_prefill=dummy, named=named)
+        return cls(
+            split,
+            protocol,
+            bool(settings.encode_servers_urls),
+            dummy_prefill=dummy,
+            fallback=split and settings.prefill_fallback,
+            named=named,
+        )
 
     def check(self, role: Role, *, field: str = "status.role") -> None:
         """Raises BadRequest for a role that this deployment can't use."""
-        if self.split and role is Role.Hybrid:
+        if self.split and role is Role.Hybrid and not self.fallback:
             raise BadRequest(
                 "A Hybrid node can't be used while prefill and decode are separate (--serving-strategy DistServe); "
                 f"allowed are Prefill, Decode{', Encode' if self.protocol in FOR_ENCODERS else ''}",
@@ -92,11 +100,9 @@ class Topology:
     @property
     def needed(self) -> tuple[tuple[Role, ...], ...]:
         """What has to be ready to serve: one role of each group."""
-        answering: tuple[tuple[Role, ...], ...] = (
-            ((Role.Hybrid, Role.Decode),)
-            if not self.split
-            else ((Role.Decode,),)
-            if self.dummy_prefill
-            else ((Role.Prefill,), (Role.Decode,))
-        )
+        answering: tuple[tuple[Role, ...], ...] = ((Role.Prefill,), (Role.Decode,))
+        if not self.split or self.fallback:
+            answering = ((Role.Hybrid, Role.Decode),)
+        elif self.dummy_prefill:
+            answering = ((Role.Decode,),)
         return (*answering, (Role.Encode,)) if self.expects_encoders else answering

@@ -7,6 +7,7 @@ not know HTTP or how a link is made.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ class Link(msgspec.Struct, omit_defaults=True):
     """A record. `lives` names the lives of both nodes; a link of other lives is void.
 
     state: connecting or undoing, until `until_ms` (Redis's clock); connected; or failed, and not tried again
-    until `until_ms`.
+    until `until_ms`. `identity`: of the two engines when they were linked.
     """
 
     state: str
@@ -34,17 +35,16 @@ class Link(msgspec.Struct, omit_defaults=True):
     owner: str = ""
     took_ms: int = 0
     error: str = ""
+    identity: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What `claim` found: `code` as in claim_link.lua, `text` the record as it stands, `link` the same read,
-    `before` the one that stood there before a claim of this worker."""
+    """What `claim` found: `code` as in claim_link.lua, `text` the record as it stands, `link` the same read."""
 
     code: Code
     text: str
     link: Link
-    before: Link
 
 
 def pair_of(prefill: str, decode: str) -> str:
@@ -78,8 +78,8 @@ class LinkTable:
     async def claim(self, pair: str, lives: str, version: int, *, wait_s: float) -> Claim:
         """Learn whether `pair` is linked, or take it upon this worker to link it within `wait_s`."""
         arguments = [pair, self._worker, lives, version, round(wait_s * 1000)]
-        code, text, before = await self._run("claim_link", [self._keys.links, self._keys.workers], arguments)
-        return Claim(Code(code), text, read_link(text), read_link(before))
+        code, text = await self._run("claim_link", [self._keys.links, self._keys.workers], arguments)
+        return Claim(Code(code), text, read_link(text))
 
     async def settle(self, pair: str, seen: str, link: Link) -> bool:
         """Put down what became of a claim. False: it isn't this worker's any more."""
@@ -94,6 +94,15 @@ class LinkTable:
     async def drop(self, pair: str, seen: str) -> bool:
         """Take a record away. True for exactly one of those who saw it: that one undoes the link."""
         return await self._swap(self._keys.links, pair, seen, "")
+
+    async def one(self, pair: str) -> Link:
+        """A pair's record; a void one where it has none."""
+        try:
+            found = self._registry.redis.hget(self._keys.links, pair)
+            text = await found if isinstance(found, Awaitable) else found
+        except (RedisError, OSError, TimeoutError) as e:
+            raise StoreUnavailable(f"Redis can't be used: {e or type(e).__name__}") from e
+        return read_link(str(text or ""))
 
     async def all(self) -> dict[str, str]:
         """Every pair with its record, as text."""

@@ -61,21 +61,31 @@ class Migrations:
     def hold(self, prefill: str, session: int, *, decode: str, life: int) -> None:
         name = name_of(prefill, session)
         self.held[name] = (decode, life)
-        self._note(name)
+        self._note(name, decode, life, worker=self.worker)
 
     def clear(self, prefill: str, session: int) -> None:
         name = name_of(prefill, session)
         if self.held.pop(name, None) is not None:
-            self._ledger.note("HDEL", self._keys.migrations, name)
+            self.forget_note(prefill, session)
+
+    def let_go(self, prefill: str, session: int) -> tuple[str, int] | None:
+        """From now on it is held no more, but still noted; its (decode, life), None: it was not held."""
+        return self.held.pop(name_of(prefill, session), None)
+
+    def leave(self, prefill: str, session: int, *, decode: str, life: int) -> None:
+        """Note it as nobody's: whoever looks for what is left behind takes it."""
+        self._note(name_of(prefill, session), decode, life, worker="")
+
+    def forget_note(self, prefill: str, session: int) -> None:
+        self._ledger.note("HDEL", self._keys.migrations, name_of(prefill, session))
 
     def note_again(self) -> None:
         """Write down once more what is held: Redis may have lost it since."""
-        for name in self.held:
-            self._note(name)
+        for name, (decode, life) in self.held.items():
+            self._note(name, decode, life, worker=self.worker)
 
-    def _note(self, name: str) -> None:
-        decode, life = self.held[name]
-        command = self._hold.evalsha([self._keys.migrations], [name, decode, self.worker, life])
+    def _note(self, name: str, decode: str, life: int, *, worker: str) -> None:
+        command = self._hold.evalsha([self._keys.migrations], [name, decode, worker, life])
         # EVAL: no answer is looked at, so nobody would notice that the server has lost the script.
         self._ledger.note("EVAL", self._hold.text, *command[2:])
 

@@ -324,6 +324,13 @@ class Registry:
         code = await self._set_state(node.url, state, incarnation=str(node.incarnation), fields=fields)
         return code in (Code.DONE, Code.UNCHANGED)
 
+    async def renew_life(self, url: str) -> None:
+        """The process at `url` is another one than before: what was held of it is void, on all workers."""
+        node = self.snapshot.nodes.get(url)
+        if node is not None:
+            fields = {"life": str(self.snapshot.version + 1)}
+            await self._set_state(url, node.state, incarnation=str(node.incarnation), fields=fields)
+
     def refused(self, url: str) -> None:
         """Real traffic was refused: proof that nobody listens there. Says so in the background."""
         node = self.snapshot.nodes.get(url)

@@ -39,8 +39,8 @@ class Migration:
         return PROTOCOLS[self.protocol]
 
     def config(self) -> Json:
-        """The configuration members of p2p_initialize. LMDeploy's proxy sends that of RDMA whatever the protocol."""
-        rdma = {"with_gdr": self.with_gdr, "link_type": LINK_TYPES[self.link_type]}
+        """The configuration members of p2p_initialize: that of RDMA where it is used; NVLink has none to give."""
+        rdma = {"with_gdr": self.with_gdr, "link_type": LINK_TYPES[self.link_type]} if self.protocol == "RDMA" else None
         return {"tcp_config": None, "rdma_config": rdma, "nvlink_config": None}
 
 

@@ -144,7 +144,7 @@ def test_a_link_that_can_not_be_made_is_told_in_bounded_time_and_not_for_ever(fl
     assert floor.table()["counts"].get("links_failed", 0) >= 1
     eventually(lambda: not prefill.held, within_s=2)
     decode.heal()
-    assert floor.chat().ok
+    eventually(lambda: floor.chat().ok, within_s=1)
 
 
 def test_an_engine_that_never_answers_holds_nobody_longer_than_the_limit(floor: Floor) -> None:
@@ -181,7 +181,8 @@ def test_warm_up_connects_all_pairs_once_and_tells_of_each(floor: Floor) -> None
     wanted = {pair(p, d): "failed" if d is decodes[2] else "connected" for p in prefills for d in decodes}
     assert {name: entry["state"] for name, entry in told["links"].items()} == wanted
     errors = {name: entry["error"] or "" for name, entry in told["links"].items()}
-    assert all(("tp_size" in error) == (wanted[name] == "failed") for name, error in errors.items()), errors
+    wrong = {n: e for n, e in errors.items() if ("tp_size" in e) != (wanted[n] == "failed")}
+    assert not wrong
     assert len(floor.fabric.links_made) == 4
     floor.remove(decodes[2])
     made = dict(floor.fabric.initialized)
@@ -266,7 +267,7 @@ def test_removing_a_node_frees_pending_sessions_and_drops_links_on_both_sides(fl
     floor.remove(prefill if role is Role.Prefill else decode)
     eventually(lambda: not prefill.held, within_s=3)
     assert prefill.freed == [2]
-    eventually(lambda: not prefill.strict.links and not decode.strict.links, within_s=3)
+    eventually(lambda: not prefill.strict.links.held and not decode.strict.links.held, within_s=3)
     assert prefill.calls("p2p_drop_connect") == [{"engine_id": prefill.url, "remote_engine_id": decode.url}]
     assert decode.calls("p2p_drop_connect") == [{"engine_id": decode.url, "remote_engine_id": prefill.url}]
     assert floor.link(prefill, decode) is None
@@ -274,11 +275,43 @@ def test_removing_a_node_frees_pending_sessions_and_drops_links_on_both_sides(fl
     client.leave()
 
 
+def test_a_drained_node_finishes_its_streams_and_then_drops_its_links(floor: Floor) -> None:
+    prefill, decode = floor.pair()
+    assert floor.chat().ok
+    decode.set(gap_s=0.1, chunks=10)
+    running = start(load.many(floor.urls, 4, model=floor.model, stream=True))
+    eventually(lambda: decode.in_flight == 4)
+    reply = floor.deployment.post("/nodes/remove?drain=true&timeout_s=20", {"url": decode.url})
+    assert reply.status == 200, reply
+    assert prefill.links == {decode.url}, "not yet"
+    assert all(answer.ok and answer.done for answer in running.result(20))
+    eventually(lambda: not prefill.strict.links.held and not decode.strict.links.held, within_s=5)
+    assert floor.link(prefill, decode) is None
+    assert prefill.freed == []
+
+
+def test_sessions_of_a_prefill_that_restarts_are_struck_off_and_not_freed(floor: Floor) -> None:
+    """The new process counts its sessions from the start: a number of the old one may be somebody else's by now."""
+    prefill, decode = floor.pair()
+    assert floor.chat().ok
+    decode.set(stall_after=-1)
+    client = floor.leaving()
+    eventually(lambda: decode.in_flight == 1 and floor.migrations() == {(prefill.url, 2)})
+    before = floor.handovers("sessions_lost")
+    prefill.restart()
+    floor.add(prefill)
+    eventually(lambda: not floor.migrations(), within_s=3)
+    client.leave()
+    eventually(lambda: floor.counts(prefill, decode) == [0, 0])
+    assert prefill.freed == []
+    eventually(lambda: floor.handovers("sessions_lost") == before + 1)
+
+
 def test_a_node_that_comes_back_is_linked_anew(floor: Floor) -> None:
     prefill, decode = floor.pair()
     assert failed(floor.many(8)) == []
     floor.remove(decode)
-    eventually(lambda: not prefill.strict.links and not decode.strict.links, within_s=3)
+    eventually(lambda: not prefill.strict.links.held and not decode.strict.links.held, within_s=3)
     floor.add(decode)
     assert failed(floor.many(16)) == []
     assert floor.fabric.links_made == {(prefill.url, decode.url, 1, 1): 2}
@@ -293,8 +326,8 @@ def test_removing_a_node_that_is_dead_leaves_the_other_side_clean(floor: Floor, 
     begun_s = time.monotonic()
     floor.remove(dead)
     assert time.monotonic() - begun_s < 3
-    eventually(lambda: not alive.strict.links, within_s=3)
-    assert floor.link(prefill, decode) is None
+    eventually(lambda: not alive.strict.links.held, within_s=3)
+    eventually(lambda: floor.link(prefill, decode) is None, within_s=3)
 
 
 def test_a_restart_of_the_deployment_keeps_links_that_are_true(

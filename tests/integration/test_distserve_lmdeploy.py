@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.stage import Fleet, start
 from tests.support import load
-from tests.support.deployment import Deployment
+from tests.support.deployment import ROOT, Deployment
 from tests.support.engine import SimulatedEngine
+from tests.support.http import request
 from tests.support.loop import LoopThread
 from tests.support.pd import Fabric, Floor, PdEngine, floor_on, openai_error, server_timing, user
+from tests.support.process import Process
 from tests.support.redis import PrivateRedis, Space
 from tests.support.wait import eventually
 
@@ -206,11 +210,15 @@ def test_stages_are_timed_in_a_header_and_in_redis(floor: Floor) -> None:
     assert {"prefill", "decode"} <= set(second)
     assert second.get("link", 0.0) < 100, "it is there already"
     eventually(lambda: stage_count(floor, prefill, "prefill") == stage_count(floor, decode, "decode") == 2)
-    assert float(floor.hash("stages")[f"{prefill.url} prefill_s"]) >= 0.4
+    assert float(floor.hash(f"stages:{prefill.url}")["prefill_s"]) >= 0.4
+    (shown,) = (
+        node["stages"] for url, node in floor.deployment.get("/nodes/status").json().items() if url == prefill.url
+    )
+    assert shown["prefill"]["count"] == 2 and shown["prefill"]["mean_s"] >= 0.2
 
 
 def stage_count(floor: Floor, engine: PdEngine, stage: str) -> int:
-    return int(floor.hash("stages").get(f"{engine.url} {stage}_count", 0))
+    return int(floor.hash(f"stages:{engine.url}").get(f"{stage}_count", 0))
 
 
 # --- session ids
@@ -328,3 +336,26 @@ def test_dummy_prefill_calls_decode_alone(
             * 2
         )
         assert not decode.calls(), "no link is needed"
+
+
+def test_simulated_engines_of_their_own_processes(
+    deployment_factory: Callable[..., Deployment], redis: Space, tmp_path: Path
+) -> None:
+    """As the guide says to try it: two engines that register themselves, and a distributor."""
+    deployment = deployment_factory(2, settings={"serving_strategy": "DistServe", "probe_interval_s": 1})
+    words = [sys.executable, "-m", "app.cli", "engine", "--pd-protocol", "lmdeploy", "--proxy-url", deployment.url]
+    roles = ("Prefill", "Decode")
+    running = [Process([*words, "--role", role], log_file=tmp_path / role, cwd=ROOT) for role in roles]
+    try:
+        eventually(lambda: all("registered at" in process.log() for process in running), within_s=20)
+        eventually(lambda: [node["state"] for node in deployment.nodes().values()] == ["ready"] * 2, within_s=5)
+        answers = asyncio.run(load.many(deployment.url, 20, stream=True, max_tokens=2))
+        assert [answer.text for answer in answers] == ["token0 token1 "] * 20
+        books = [request("GET", url + "/sim/books").json() for url in deployment.nodes()]
+        assert sorted(book["role"] for book in books) == ["Decode", "Prefill"]
+        assert [(book["violations"], book["refusals"]) for book in books] == [([], [])] * 2
+        for url in deployment.nodes():
+            eventually(lambda url=url: request("GET", url + "/sim/books").json()["sessions"] == 0)  # type: ignore[misc]
+    finally:
+        for process in running:
+            process.kill()

@@ -35,6 +35,7 @@ SETTINGS = {
 }
 SEED = 4
 REQUESTS = 1000
+LISTENS_AFTER_S = 0.5  # longer than any delay that the faults make
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +153,9 @@ def test_a_worker_that_dies_while_it_makes_a_link_leaves_it_to_another(floor: Fl
     assert prefill.links == {decode.url}
     client.leave()
     floor.deployment.wait_for_workers(without=[victim])
-    if prefill.held:  # the worker died before anybody had told it the number
-        assert len(prefill.held) == 1 and not floor.migrations()
+    eventually(lambda: not floor.migrations(), within_s=LEASE_S + 3)
+    if prefill.held:  # the worker died before it knew the number
+        assert len(prefill.held) == 1
         prefill.restart()
 
 
@@ -234,10 +236,14 @@ class Chaos:
                 self._die(self.dice.choice(self.floor.made))
 
     def _die(self, engine: PdEngine) -> None:
-        """It registers when it starts, a moment before it listens, as LMDeploy's api_server does."""
+        """It registers when it starts, some time before it listens, as LMDeploy's api_server does.
+
+        So a set-up that was begun for the process before has failed by the time that the new one can answer.
+        """
         engine.crash()
         self.deaths += 1
         self.floor.add(engine, ready=False)
+        self._over.wait(LISTENS_AFTER_S)
         engine.start()
 
 
@@ -249,7 +255,6 @@ def test_1000_requests_with_faults_at_every_stage_leave_nothing(floor: Floor) ->
         answers = asyncio.run(
             load.many(floor.urls, REQUESTS, concurrency=24, model=floor.model, each=chaos.each, within_s=20)
         )
-    floor.add(*floor.made)
 
     assert chaos.deaths >= 3
     statuses = Counter("left" if answer.left else answer.status for answer in answers)
@@ -275,4 +280,5 @@ def test_1000_requests_with_faults_at_every_stage_leave_nothing(floor: Floor) ->
     eventually(gone, within_s=15, every_s=0.3)
     floor.made_once()
     assert floor.fabric.migrated > REQUESTS / 4
-    assert floor.chat().ok
+    floor.wait_until_ready(*floor.made)
+    assert all(answer.ok for answer in floor.many(20))

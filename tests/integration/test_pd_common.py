@@ -115,6 +115,7 @@ FRAGMENTS: dict[str, dict[str, Any]] = {
     "whole": {},
     "bytes": {"frag_bytes": 1},
     "sevens": {"frag_bytes": 7, "crlf": True, "comments": True},
+    "long": {"line_kb": 600, "body_mb": 1},
 }
 TOLD = {
     "prompt_tokens": 11,
@@ -144,6 +145,19 @@ def test_r44_usage_is_of_both_legs_and_every_other_byte_is_decodes(
     assert without_usage(answer.body) == without_usage(said)
 
 
+def test_events_whose_usage_is_null_keep_it(floor: PdFloor) -> None:
+    floor.pair(prefill={"null_usage": True}, decode={"null_usage": True})
+    answer = floor.chat(stream=True, stream_options={"include_usage": True})
+    assert [event["usage"] for _, event in answer.chunks()] == [None, None, None, TOLD]
+
+
+def test_no_leg_is_asked_for_a_compressed_answer(floor: PdFloor) -> None:
+    """What comes compressed can't be given the right usage."""
+    p, d = floor.pair()
+    assert floor.chat(headers={"accept-encoding": "gzip, br"}).ok
+    assert {r.header(b"accept-encoding") for r in (*p.requests, *d.requests)} <= {None, b"identity"}
+
+
 def test_r44_a_stream_that_asks_for_no_usage_is_passed_byte_for_byte(floor: PdFloor) -> None:
     floor.pair(decode={"text": ODD_TEXT, "frag_bytes": 3})
     options: dict[str, Any] = {"stream": True, "headers": {"x-request-id": "same"}}
@@ -157,17 +171,22 @@ async def _directly(engine: SimulatedEngine, floor: PdFloor, options: dict[str, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_server_timing_tells_the_stages_and_redis_keeps_them(floor: PdFloor, stream: bool) -> None:
+def test_server_timing_tells_the_stages_and_the_nodes_status_their_means(floor: PdFloor, stream: bool) -> None:
     p, d = floor.pair(prefill={"ttft_s": 0.2}, decode={"ttft_s": 0.1})
     answer = floor.chat(stream=stream)
     told = timings(answer)
     assert {"prefill", "decode"} <= set(told) <= {"link", "prefill", "handover", "decode"}
     assert 190 <= told["prefill"] < 1000
     assert 90 <= told["decode"] < 1000
-    stages = eventually(lambda: floor.space.cli("HGETALL", floor.space.key("stages")))
-    assert stages[f"{p.url} prefill_count"] == "1"
-    assert stages[f"{d.url} decode_count"] == "1"
-    assert 0.19 <= float(stages[f"{p.url} prefill_s"]) < 1
+
+    def told_by_status() -> bool:
+        nodes = floor.deployment.nodes()
+        prefill, decode = nodes[p.url]["stages"].get("prefill"), nodes[d.url]["stages"].get("decode")
+        assert prefill and decode
+        assert (prefill["count"], decode["count"]) == (1, 1)
+        return bool(0.19 <= prefill["mean_s"] < 1 and 0.09 <= decode["mean_s"] < 1)
+
+    eventually(told_by_status)
 
 
 # --- counts

@@ -21,7 +21,7 @@ from tests.support.wait import eventually
 from workers.engine_pd_rules import Protocol
 
 PROTOCOLS: tuple[Protocol, ...] = ("nixl", "mooncake", "sglang")
-PREFILL_TIMEOUT_S, FIRST_BYTE_S = 3.0, 1.5
+PREFILL_TIMEOUT_S, FIRST_BYTE_S = 2.0, 1.0
 SETTINGS: dict[str, Any] = {
     "serving_strategy": "DistServe",
     "probe_interval_s": 1,
@@ -112,7 +112,7 @@ def test_r60_a_prefill_that_refuses_costs_no_request_where_there_is_another(floo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("status", [400, 422, 500, 503])
+@pytest.mark.parametrize("status", [400, 500, 503])
 def test_r47_decodes_own_status_and_body_reach_the_client(floor: PdFloor, status: int, stream: bool) -> None:
     _, d = floor.pair(prefill=SHORT_LEASE, decode={"status": status})
     answer = floor.chat(stream=stream)
@@ -159,7 +159,7 @@ def test_r61_decode_that_never_answers_is_given_up(floor: PdFloor) -> None:
     answer = floor.chat(stream=True)
     assert answer.status == 504
     assert FIRST_BYTE_S * 0.9 < took_s(answer) < FIRST_BYTE_S + 1
-    assert len(d.aborts) == 1
+    eventually(lambda: len(d.aborts) == 1)
 
 
 def test_r46_decode_that_breaks_off_in_the_stream_ends_with_an_error_event(floor: PdFloor) -> None:
@@ -193,3 +193,20 @@ def test_r62_a_client_that_leaves_ends_both_legs_within_a_second(floor: PdFloor,
     running = [r for engine in (p, d) for r in engine.requests if r.aborted_s is not None]
     assert running and all(r.aborted_s is not None and r.aborted_s - left_s < 1 for r in running)
     floor.quiet(within_s=1)
+
+
+def test_r08_a_worker_that_dies_gives_both_legs_back(floor: PdFloor) -> None:
+    p, d = floor.pair(prefill={"ttft_s": 30})
+    clients = [Leaving(floor) for _ in range(6)]
+    eventually(lambda: p.in_flight == 6)
+    assert floor.counts(p, d) == [6, 6]
+    pids = floor.deployment.worker_pids()
+    for pid in pids:
+        floor.deployment.kill_worker(pid)
+    eventually(lambda: not p.in_flight and not d.in_flight, within_s=1)
+    eventually(lambda: floor.counts(p, d) == [0, 0], within_s=2 * SETTINGS["lease_s"] + 2)
+    for client in clients:
+        client.leave()
+    floor.deployment.wait_for_workers(without=pids)
+    p.set(ttft_s=0)
+    eventually(lambda: floor.chat().ok, within_s=5)

@@ -163,7 +163,7 @@ def test_responses_are_split_too(floor: PdFloor, stream: bool) -> None:
 # --- the bootstrap server
 
 
-def test_the_bootstrap_server_is_asked_once_not_for_each_request(floor: PdFloor) -> None:
+def test_the_bootstrap_server_is_asked_once_by_each_worker_not_for_each_request(floor: PdFloor) -> None:
     prefills = floor.engines("prefill", 2)
     floor.engines("decode", chunks=1)
     answers = asyncio.run(floor.many(40, concurrency=8))

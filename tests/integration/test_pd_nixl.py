@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integration.stage import Fleet
+from tests.support import load
 from tests.support.loop import LoopThread
 from tests.support.pd_vllm import FullListener, PdFloor, pd_floor, took_s, usage_of
 from tests.support.redis import PrivateRedis
@@ -83,7 +84,7 @@ def test_params_go_out_come_in_and_go_on_unchanged(floor: PdFloor) -> None:
     assert second == {"model": floor.model, "stream": False, "messages": messages, "temperature": 0.5}
     # That it is what prefill gave, whole and for this request id, is what the decode engine holds it to.
     assert (params["do_remote_prefill"], params["remote_engine_id"]) == (True, p.pd.engine_ids[0])
-    assert p.pd.fetched == {params["remote_request_id"]}
+    assert list(p.pd.fetched) == [params["remote_request_id"]]
     assert not d.pd.recomputed
 
 
@@ -158,14 +159,16 @@ def test_r69_params_older_than_the_lease_are_never_sent(strict: PdFloor) -> None
     slow.stop()
     full = FullListener(slow.port)
     try:
-        answers = [strict.chat() for _ in range(2)]  # by turns: one of them tries the slow one first
+        answers: list[load.Answer] = []
+        while not answers or took_s(answers[-1]) < CONNECT_S * 0.9:
+            assert len(answers) < 20, "none of them tried the slow one first"
+            answers.append(strict.chat())
     finally:
         full.close()
     assert [(a.status, a.body) for a in answers if not a.ok] == []
-    assert max(map(took_s, answers)) > CONNECT_S * 0.9, "the slow one must have been met"
     assert not good.pd.recomputed
-    assert len(good.requests) == 2
-    assert len(p.requests) == 3, "once more for the one whose params had aged"
+    assert len(good.requests) == len(answers)
+    assert len(p.requests) == len(answers) + 1, "once more for the one whose params had aged"
     eventually(lambda: len(p.pd.expired) == 1)
 
 

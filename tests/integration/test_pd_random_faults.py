@@ -20,8 +20,8 @@ from tests.support.pd_vllm import PdFloor, PdVllmEngine, pd_floor
 from tests.support.redis import PrivateRedis
 from workers.engine_pd_rules import Protocol
 
-REQUESTS, AT_ONCE, SEED = 300, 24, 20261130
-EVERY_S = 0.08
+REQUESTS, AT_ONCE, SEED = 300, 12, 20261130
+EVERY_S = 0.04
 LEASE_S = 2.0
 PROTOCOLS: tuple[Protocol, ...] = ("nixl", "mooncake", "sglang")
 SETTINGS: dict[str, Any] = {
@@ -101,14 +101,14 @@ def floor(request: pytest.FixtureRequest, redis_server: PrivateRedis, engine_loo
 
 @pytest.mark.timeout(120)
 def test_random_faults_at_every_stage_leave_nothing_behind(floor: PdFloor) -> None:
-    prefills = floor.engines("prefill", 3, lease_s=LEASE_S, ttft_s=0.03)
-    decodes = floor.engines("decode", 3, chunks=4, gap_s=0.01, prompt_tokens=13)
+    prefills = floor.engines("prefill", 3, lease_s=LEASE_S, ttft_s=0.05)
+    decodes = floor.engines("decode", 3, chunks=4, gap_s=0.03, prompt_tokens=13)
     draw = random.Random(SEED)
     options = [
         {
             "prompt": f"prompt {i}",
             "stream": draw.random() < 0.5,
-            "leave_after_s": draw.uniform(0.0, 0.15) if draw.random() < 0.25 else None,
+            "leave_after_s": draw.uniform(0.0, 0.2) if draw.random() < 0.25 else None,
             "within_s": 20,
         }
         for i in range(REQUESTS)
@@ -116,6 +116,7 @@ def test_random_faults_at_every_stage_leave_nothing_behind(floor: PdFloor) -> No
     with Chaos([*prefills, *decodes], SEED) as chaos:
         answers = asyncio.run(floor.many(REQUESTS, concurrency=AT_ONCE, each=lambda i: options[i]))
     print(f"{len(chaos.done)} faults, {sum(whole(a) for a in answers if not a.left)} of {REQUESTS} answers whole")
+    assert len(chaos.done) >= 20, "too few faults to show anything"
     stayed = [answer for answer in answers if not answer.left]
     assert {answer.status for answer in stayed} <= TOLD, [a.error for a in stayed if a.status not in TOLD]
     silent = [answer.body for answer in stayed if answer.status == 200 and not whole(answer) and not told(answer)]

@@ -432,8 +432,6 @@ class Machine(RuleBasedStateMachine):
             assert reply == [8, model.version]
         else:
             model.version += 1
-            if state == "ready" and node["state"] in ("down", "gone", "asleep"):
-                node["life"] = str(model.version)  # whoever comes back may have restarted
             node.update(state=state, reason="words")
             assert reply == [0, model.version]
 

@@ -107,7 +107,7 @@ class PdEngine(SimulatedEngine):
     @property
     def links(self) -> set[str]:
         """The engines to which it has a link that is true on both sides."""
-        return {remote for remote in list(self.strict.links) if self.strict.link_to(remote) is not None}
+        return {remote for remote in list(self.strict.links.held) if self.strict.links.true_to(remote) is not None}
 
     def calls(self, call: Call | None = None) -> list[Any]:
         """(call, body) of every POST to /distserve; with a name, the bodies of that one."""
@@ -166,6 +166,7 @@ class Floor:
         self.model = f"model-{secrets.token_hex(4)}"
         self.made: list[PdEngine] = []
         self.plain: list[SimulatedEngine] = []
+        self.clients: list[Leaving] = []
         self._loop = loop
 
     @property
@@ -197,6 +198,14 @@ class Floor:
 
     def pair(self, **options: Any) -> tuple[PdEngine, PdEngine]:
         return self.prefill(**options), self.decode(**options)
+
+    def linked_pair(self, **options: Any) -> tuple[PdEngine, PdEngine]:
+        """A pair that has served once, so that nothing but the test's own matter takes time; session 1 is over."""
+        made = self.pair(**options)
+        assert self.chat().ok
+        for engine in made:
+            engine.forget()
+        return made
 
     def hybrid(self, **options: Any) -> SimulatedEngine:
         """A plain engine of role Hybrid."""
@@ -247,7 +256,9 @@ class Floor:
         return asyncio.run(load.many(self.urls, n, **({"model": self.model} | options)))
 
     def leaving(self, **options: Any) -> Leaving:
-        return Leaving(self.deployment, self.model, **options)
+        """A client of the first master; it has left at the latest when the test ends."""
+        self.clients.append(Leaving(self.deployment, self.model, **options))
+        return self.clients[-1]
 
     # --- state
 
@@ -306,6 +317,8 @@ class Floor:
         eventually(lambda: self.check() is None, within_s=within_s)
 
     def close(self) -> None:
+        for client in self.clients:
+            client.leave()
         try:
             self.settle()
         finally:

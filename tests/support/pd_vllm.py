@@ -218,8 +218,8 @@ class PdFloor:
 
     def quiet(self, within_s: float = 2.0) -> None:
         """No count, nothing in flight, nothing held, no key but those that may stay."""
-        quiet_check(self.space, engines=self.made, within_s=within_s)
         self.nothing_held(within_s)
+        quiet_check(self.space, engines=self.made, within_s=within_s)
 
     def close(self) -> None:
         """Quiet, no engine was asked for what is not in the protocol, and no node of the test stays."""

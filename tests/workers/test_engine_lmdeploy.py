@@ -467,6 +467,25 @@ async def test_dummy_prefill_names_no_session(us: Distributor, fabric: Fabric) -
     refused(await us.decode(us.migration(nobody)), fabric, "is_dummy_prefill")
 
 
+@pytest.mark.parametrize("how", ["the client leaves", "the engine dies"])
+async def test_a_session_may_be_freed_again_where_the_answer_was_lost(
+    us: Distributor, fabric: Fabric, how: str
+) -> None:
+    await us.prefill()
+    us.p.fault("free_cache", delay_s=30)
+    lost = asyncio.create_task(us.free(1))
+    await aeventually(lambda: us.p.freed == [1])
+    if how == "the client leaves":
+        lost.cancel()
+    else:
+        await asyncio.to_thread(us.p.restart)
+    with pytest.raises((asyncio.CancelledError, aiohttp.ClientError)):
+        await lost
+    await aeventually(lambda: us.p.in_flight == 0)
+    assert (await us.free(1))[0] == 200
+    assert not fabric.violations
+
+
 # --- as processes of their own
 
 
@@ -522,7 +541,9 @@ def test_books_forget_what_is_long_over(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_it_shows_what_it_holds(engines: tuple[PdEngine, PdEngine], fabric: Fabric) -> None:
-    assert re.fullmatch(r"<LmdeployEngine Prefill http\S+ 1\. <Books 0 sessions, 0 blocks> 0 links>", repr(engines[0]))
+    assert re.fullmatch(
+        r"<LmdeployEngine Prefill http\S+ 1\. <Books 0 sessions, 0 blocks> <Links 0, 0 true>>", repr(engines[0])
+    )
     assert repr(fabric) == "<Fabric 2 engines, 0 sessions held, 0 migrated, 0 violations, 0 refusals>"
     with pytest.raises(ValueError, match="Hybrid"):
         LmdeployEngine(Role.Hybrid)

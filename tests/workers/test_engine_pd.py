@@ -218,6 +218,20 @@ async def test_usage_can_come_with_every_chunk(engines: Factory) -> None:
     assert [event["usage"]["completion_tokens"] for _, event in answer.chunks()] == [1, 2, 2]
 
 
+@pytest.mark.parametrize("fault", [{"cut_after": -1}, {"eof_after": -1}])
+async def test_what_ends_before_the_head_was_not_taken_and_may_come_again(engines: Factory, fault: Fields) -> None:
+    """A sender can't tell it from a kept connection that the engine had closed."""
+    p, d = engines("nixl", "prefill"), engines("nixl", "decode", **fault)
+    params = (await ask(p, **SHORT)).json()["kv_transfer_params"]
+    assert (await ask(d, kv_transfer_params=params)).error is not None
+    assert p.held == 1
+    d.set(cut_after=None, eof_after=None)
+    assert (await ask(d, kv_transfer_params=params)).ok
+    d.restart()
+    assert (await ask(d, kv_transfer_params=params)).ok
+    assert [reason for _, reason in d.pd.recomputed] == ["fetched by an engine that crashed"]
+
+
 # --- Mooncake
 
 XFER: Fields = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "xfer-1"}

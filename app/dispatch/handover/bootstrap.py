@@ -26,7 +26,7 @@ class Bootstrap:
     def address_of(self, url: str) -> str:
         return f"http://{self.host_of(url)}:{self.port_of(url)}"
 
-    def life_of(self, url: str) -> int:
-        """Changes when the node restarts; 0 for one that is not registered any more."""
+    def life_of(self, url: str) -> tuple[int, int]:
+        """Changes when the node may have restarted: registered again, or away and back."""
         node = self._registry.snapshot.nodes.get(url)
-        return node.life if node is not None else 0
+        return (node.life, node.state_since_ms) if node is not None else (0, 0)

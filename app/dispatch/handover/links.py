@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import logging
 import time
 from collections.abc import Awaitable
@@ -33,8 +35,10 @@ LOOK_EVERY_S = 0.02
 """At a link that another worker makes: one look for all requests of this worker."""
 PAUSES_S = (0.1, 2.0)
 """First and longest pause between two tries."""
-HOLD_OFF_S = 2.0
-"""After a failure nobody tries for so long; whoever asks is told the reason at once."""
+HOLD_OFF_S = 0.2
+"""After a failure nobody tries for so long, so that all who waited for it are told its reason."""
+DOUBT_EVERY_S = 1.0
+"""Of one pair, however many migrations fail."""
 LINKING_AT_ONCE = 64
 """Links that one worker makes at the same time."""
 
@@ -69,6 +73,7 @@ class Links:
         self._made: dict[str, str] = {}  # pair -> lives
         self._making: dict[str, asyncio.Task[None]] = {}
         self._own_keys: dict[str, str] = {}
+        self._doubted: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(LINKING_AT_ONCE)
 
     def __repr__(self) -> str:
@@ -76,9 +81,9 @@ class Links:
 
     async def ensure(self, prefill: str, decode: str) -> None:
         """Return once the two are linked in their present lives. Raises LinkFailed."""
-        pair = pair_of(prefill, decode)
-        if self._made.get(pair) == self.lives_of(prefill, decode):
+        if self.made(prefill, decode):
             return
+        pair = pair_of(prefill, decode)
         task = self._making.get(pair)
         if task is None:
             task = self._making[pair] = asyncio.create_task(self._make(prefill, decode), name="link")
@@ -86,25 +91,48 @@ class Links:
         # Shielded: others wait for the same link, and half a link is worse than one that nobody uses.
         await asyncio.shield(task)
 
+    def made(self, prefill: str, decode: str) -> bool:
+        """Whether this worker knows that the two are linked."""
+        return self._made.get(pair_of(prefill, decode)) == self.lives_of(prefill, decode)
+
     def lives_of(self, prefill: str, decode: str) -> str:
         """What a link is good for: these two processes, and none that came after them."""
         nodes = self._registry.snapshot.nodes
         return "|".join(str(nodes[url].life) if url in nodes else "none" for url in (prefill, decode))
 
-    async def undo(self, prefill: str, decode: str, lives: str) -> None:
-        """Let both engines drop a link of those lives; a process that came after knows nothing of it."""
-        for url, other, life in zip((prefill, decode), (decode, prefill), lives.split("|"), strict=False):
-            node = self._registry.snapshot.nodes.get(url)
-            if node is None or str(node.life) == life:
-                try:
-                    await self._engines.p2p_drop_connect(url, other, self.key_of(url))
-                except UpstreamError as e:
-                    log.info("%s did not drop its link to %s: %s", url, other, e.message)
+    async def undo(self, prefill: str, decode: str) -> None:
+        """Let both engines drop their link."""
+        for url, other in ((prefill, decode), (decode, prefill)):
+            try:
+                await self._engines.p2p_drop_connect(url, other, self.key_of(url))
+            except UpstreamError as e:
+                log.info("%s did not drop its link to %s: %s", url, other, e.message)
+
+    def doubt(self, prefill: str, decode: str) -> None:
+        """A migration over the link failed: see, in the background, whether the engines are still the same."""
+        pair = pair_of(prefill, decode)
+        if pair not in self._doubted:
+            self._doubted[pair] = asyncio.create_task(self._look_at(prefill, decode), name="link doubt")
+            self._doubted[pair].add_done_callback(lambda _: self._doubted.pop(pair, None))
+
+    async def _look_at(self, prefill: str, decode: str) -> None:
+        """Give a new life to engines that answer with another identity than when they were linked."""
+        with contextlib.suppress(StoreUnavailable, UpstreamError):
+            link = await self._table.one(pair_of(prefill, decode))
+            if link.state != "connected" or link.lives != self.lives_of(prefill, decode):
+                return
+            now = identity_of(*await self._ask(prefill, decode)).split("|")
+            for url, before, after in zip((prefill, decode), link.identity.split("|"), now, strict=True):
+                if before != after:
+                    log.warning("%s is another process than the one that was linked: its links are void", url)
+                    await self._registry.renew_life(url)
+        await asyncio.sleep(DOUBT_EVERY_S)
 
     async def close(self) -> None:
-        for task in list(self._making.values()):
+        tasks = [*self._making.values(), *self._doubted.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._making.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def key_of(self, url: str) -> str | None:
         """The API key of an engine, that of a removed one too: its links are still to be undone."""
@@ -149,10 +177,8 @@ class Links:
 
     async def _link_and_settle(self, prefill: str, decode: str, claim: Claim, left_s: float) -> None:
         begun_s, now_ms = time.monotonic(), claim.link.since_ms
-        if claim.before.state == "connected":
-            await self.undo(prefill, decode, claim.before.lives)
         try:
-            await self._link(prefill, decode, left_s)
+            identity = await self._link(prefill, decode, left_s)
         except BaseException as e:
             why = e.message if isinstance(e, UpstreamError) else "the worker that made it stopped"
             hold_off_ms = round(HOLD_OFF_S * 1000) if isinstance(e, UpstreamError) else 0
@@ -161,7 +187,7 @@ class Links:
             self._figures.count("links_failed")
             raise
         took_s = time.monotonic() - begun_s
-        await self._settle(prefill, decode, claim, "connected", took_ms=round(took_s * 1000))
+        await self._settle(prefill, decode, claim, "connected", took_ms=round(took_s * 1000), identity=identity)
         self._figures.count("links_made")
         self._figures.took(decode, "link", took_s)
         log.info("linked %s and %s in %.1f s", prefill, decode, took_s)
@@ -174,8 +200,8 @@ class Links:
         with contextlib.suppress(StoreUnavailable):  # the others see the claim run out, and link once more
             await self._table.settle(pair_of(prefill, decode), claim.text, link)
 
-    async def _link(self, prefill: str, decode: str, left_s: float) -> None:
-        """All tries. Raises LinkFailed."""
+    async def _link(self, prefill: str, decode: str, left_s: float) -> str:
+        """All tries; what tells the two engines from others. Raises LinkFailed."""
         pause_s, error = PAUSES_S[0], LinkFailed("not tried", url=prefill)
         try:
             async with asyncio.timeout(left_s), self._slots:
@@ -193,7 +219,7 @@ class Links:
             pass
         raise error
 
-    async def _try(self, prefill: str, decode: str) -> None:
+    async def _try(self, prefill: str, decode: str) -> str:
         ours, theirs = await self._ask(prefill, decode)
         if ours["tp_size"] != theirs["tp_size"]:
             raise _Unlike(
@@ -204,6 +230,7 @@ class Links:
         of_decode = await self._at(decode, self._initialize((decode, theirs), (prefill, ours)))
         await self._at(prefill, self._engines.p2p_connect(prefill, decode, of_decode, self.key_of(prefill)))
         await self._at(decode, self._engines.p2p_connect(decode, prefill, of_prefill, self.key_of(decode)))
+        return identity_of(ours, theirs)
 
     async def _ask(self, prefill: str, decode: str) -> tuple[Json, Json]:
         return (
@@ -220,6 +247,13 @@ class Links:
             return await call
         except UpstreamError as e:
             raise LinkFailed(f"the link could not be made: {e.message}", url=url) from e
+
+
+def identity_of(prefill: Json, decode: Json) -> str:
+    """What tells two engines from others at the same addresses: digests of all that they say of themselves."""
+    return "|".join(
+        hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()[:16] for info in (prefill, decode)
+    )
 
 
 class _Unlike(Exception):

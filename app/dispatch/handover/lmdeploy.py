@@ -17,7 +17,7 @@ import msgspec
 
 from app.dispatch.answer import Answer, EngineRequest, Whole
 from app.dispatch.bodies import members_of
-from app.dispatch.caller import Caller
+from app.dispatch.caller import Caller, Leg
 from app.dispatch.handover.bodies import Members, Prefilled, for_prefill, value_of, with_values
 from app.dispatch.handover.links import Links
 from app.dispatch.handover.protocol import CHAT, Handed, Sequential
@@ -60,18 +60,22 @@ class Lmdeploy(Sequential):
             raise BadRequest("n must be 1: LMDeploy migrates the cache of one choice only", param="n")
 
     async def link(self, pair: Pair) -> None:
-        with pair.stage("link", pair.decode.url):
-            await self._links.ensure(pair.prefill.url, pair.decode.url)
+        if not self._links.made(pair.prefill.url, pair.decode.url):
+            with pair.stage("link", pair.decode.url):
+                await self._links.ensure(pair.prefill.url, pair.decode.url)
 
     def prefill_body(self, members: Members, path: bytes) -> bytes:
         limits = ("max_tokens", "max_completion_tokens") if path == CHAT else ("max_tokens",)
-        return for_prefill(members, {"with_cache": True, "preserve_cache": True}, limits=limits)
+        # Without the client's session_id: completions would answer with it in place of the engine's own number,
+        # and freeing by that would end somebody else's session.
+        kept = {name: raw for name, raw in members.items() if name != "session_id"}
+        return for_prefill(kept, {"with_cache": True, "preserve_cache": True}, limits=limits)
 
     async def call_prefill(self, url: str, request: EngineRequest) -> Whole:
         return await super().call_prefill(url, with_header(request))
 
-    async def call_decode(self, pair: Pair, request: EngineRequest) -> Response:
-        return await super().call_decode(pair, with_header(request))
+    async def call_decode(self, pair: Pair, request: EngineRequest, leg: Leg = Leg.WHOLE) -> Response:
+        return await super().call_decode(pair, with_header(request), leg)
 
     def hand(self, pair: Pair, members: Members, prefilled: Prefilled) -> Handed:
         url, kept = pair.prefill.url, read_kept(prefilled.members)
@@ -90,7 +94,7 @@ class Lmdeploy(Sequential):
             "is_dummy_prefill": False,
         }
         body = with_values(members, {"migration_request": migration})
-        return _Migrating(prefilled, body, url, kept, self._sessions, self.figures)
+        return _Migrating(prefilled, body, url, kept, self._links, self._sessions, self.figures)
 
     def left_in_prefill(self, pair: Pair, answer: asyncio.Task[Whole]) -> None:
         # Aborted, the engine would keep a cache of which nobody has learnt the number.
@@ -108,13 +112,13 @@ class Lmdeploy(Sequential):
         finally:
             answer.cancel()
             ticket.release(succeeded=False)
-        if kept.sure:
-            await self._sessions.free(url, kept.session)
-        elif whole.status < 400:
+        self._free(url, kept)
+        if whole.status < 400 and not kept.sure:
             self.figures.count("sessions_lost")
 
     def _free(self, url: str, kept: Kept) -> None:
         if kept.sure:
+            self._sessions.hold(url, kept.session, decode="")
             self._sessions.free_soon(url, kept.session)
 
 
@@ -166,23 +170,39 @@ class _Migrating(Handed):
     """A session whose cache prefill keeps until decode has it."""
 
     def __init__(
-        self, prefilled: Prefilled, body: bytes, prefill: str, kept: Kept, sessions: Sessions, figures: Handovers
+        self,
+        prefilled: Prefilled,
+        body: bytes,
+        prefill: str,
+        kept: Kept,
+        links: Links,
+        sessions: Sessions,
+        figures: Handovers,
     ) -> None:
         super().__init__(prefilled, body)
+        self._links = links
+        self._decode = ""
+        self._lives = ""
         self._prefill = prefill
         self._kept = kept
         self._sessions = sessions
         self._figures = figures
 
     def goes_to(self, url: str) -> None:
+        self._decode = url
+        self._lives = self._links.lives_of(self._prefill, url)
         if self._kept.sure:
             self._sessions.hold(self._prefill, self._kept.session, decode=url)
+
+    def voided(self) -> bool:
+        return self._links.lives_of(self._prefill, self._decode) != self._lives
 
     def taken(self) -> None:
         if self._kept.sure:
             self._sessions.clear(self._prefill, self._kept.session)
 
     def abandon(self) -> None:
+        self._links.doubt(self._prefill, self._decode)
         if self._kept.sure:
             self._sessions.free_soon(self._prefill, self._kept.session)
         else:

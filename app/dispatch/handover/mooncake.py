@@ -37,7 +37,7 @@ class Mooncake(Concurrent):
         self._bootstrap = bootstrap
         self._engines = engines
         # Prefill URL -> its life, and the question: rank -> engine id. One question for all who want to know.
-        self._known: dict[str, tuple[int, asyncio.Task[dict[int, str]]]] = {}
+        self._known: dict[str, tuple[object, asyncio.Task[dict[int, str]]]] = {}
 
     async def legs(self, pair: Pair, request: EngineRequest, members: Members) -> Legs:
         url = pair.prefill.url

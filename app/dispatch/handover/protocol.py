@@ -15,11 +15,11 @@ from typing import Any
 
 from app.dispatch.answer import Answer, Begun, EngineRequest, Whole
 from app.dispatch.bodies import members_of
-from app.dispatch.caller import IDENTITY, Caller
+from app.dispatch.caller import IDENTITY, Caller, Leg
 from app.dispatch.handover.bodies import Members, Prefilled, check_splittable, read_prefilled, value_of
 from app.dispatch.handover.merge import Known, merged
 from app.dispatch.pair import Pair, never_arrived
-from app.errors import EngineBroke, UpstreamError
+from app.errors import EngineBroke, EngineTimeout, UpstreamError
 from app.store.handovers import Handovers
 from app.upstream.transport import Response
 
@@ -51,13 +51,13 @@ class Protocol(ABC):
     # --- the calls
 
     async def call_prefill(self, url: str, request: EngineRequest) -> Whole:
-        return await self.caller.fetch(url, request, limit_bytes=PREFILL_ANSWER_LIMIT_BYTES, prefill=True)
+        return await self.caller.fetch(url, request, limit_bytes=PREFILL_ANSWER_LIMIT_BYTES, leg=Leg.PREFILL)
 
-    async def call_decode(self, pair: Pair, request: EngineRequest) -> Response:
+    async def call_decode(self, pair: Pair, request: EngineRequest, leg: Leg = Leg.WHOLE) -> Response:
         """Decode's answer, its first bytes included; or one of 400 and more, to its head."""
         url, begun_s = pair.decode.url, time.monotonic()
         headers = [*(header for header in request.headers if header[0] != b"accept-encoding"), IDENTITY]
-        response = await self.caller.send(url, replace(request, headers=headers))
+        response = await self.caller.send(url, replace(request, headers=headers), leg)
         if response.status >= 400:
             return response
         try:
@@ -96,6 +96,10 @@ class Handed:
 
     def abandon(self) -> None:
         """Decode won't take it."""
+
+    def voided(self) -> bool:
+        """Whether what decode needs to take it has gone since `goes_to`: then its refusal proves nothing."""
+        return False
 
 
 class Sequential(Protocol):
@@ -162,13 +166,14 @@ class Sequential(Protocol):
         done_s = time.monotonic()
         try:
             while True:
-                handed.goes_to(pair.decode.url)
-                pair.took("handover", pair.decode.url, time.monotonic() - done_s)
                 try:
+                    await self.link(pair)
+                    handed.goes_to(pair.decode.url)
+                    pair.took("handover", pair.decode.url, time.monotonic() - done_s)
                     response = await self.call_decode(pair, replace(request, body=handed.body))
                     break
                 except UpstreamError as e:
-                    if not never_arrived(e) or not await pair.replace_decode():
+                    if not (isinstance(e, LinkFailed) or never_arrived(e)) or not await pair.replace_decode():
                         raise
                 if not handed.valid:
                     handed.abandon()
@@ -176,12 +181,14 @@ class Sequential(Protocol):
                         return None
                     raise EngineBroke(f"engine {pair.decode.url} was free only after the hand-over had run out")
                 done_s = time.monotonic()
-                await self.link(pair)
         except BaseException:
             handed.abandon()
             raise
         if response.status >= 400:
             handed.abandon()
+            if handed.voided() and await pair.prefill_again():
+                response.close()
+                return None
         else:
             handed.taken()
         return await finish(pair, response, lambda: handed.prefilled)
@@ -255,7 +262,13 @@ class Concurrent(Protocol):
                     return Answer(whole, whole.url, ())
                 self.read(whole)
                 pair.prefill.release(succeeded=True)
-                await asyncio.wait((decode,))
+                await asyncio.wait((decode,), timeout=self.caller.timeouts.first_byte_s or None)
+                if not decode.done():
+                    raise EngineTimeout(
+                        f"engine {pair.decode.url} did not answer within "
+                        f"{self.caller.timeouts.first_byte_s:g} s of the prefill's end",
+                        stage="first_byte",
+                    )
             response = decode.result()
             if response.status >= 400:
                 await _end(prefill)
@@ -299,7 +312,7 @@ class Concurrent(Protocol):
 
     async def _decode_leg(self, pair: Pair, request: EngineRequest) -> Response:
         try:
-            return await self.call_decode(pair, request)
+            return await self.call_decode(pair, request, Leg.BESIDE_PREFILL)
         except UpstreamError as e:
             raise _LegFailed(pair.decode.url, e) from e
 

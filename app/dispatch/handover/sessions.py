@@ -13,7 +13,7 @@ from typing import Any
 
 from app.errors import StoreUnavailable, UpstreamError
 from app.store.handovers import Handovers
-from app.store.migrations import Migration, Migrations, name_of, read_migration, session_of
+from app.store.migrations import Migration, Migrations, read_migration, session_of
 from app.store.registry import Registry
 from app.upstream.distserve import DistServeClient
 
@@ -60,8 +60,22 @@ class Sessions:
         self._migrations.clear(prefill, session)
 
     def free_soon(self, prefill: str, session: int) -> None:
-        """Free a session of this worker in the background; it stays noted until that is done."""
-        self.run_in_background(self._free_own(prefill, session))
+        """Free a session of this worker in the background, once; it stays noted until that is done."""
+        held = self._migrations.let_go(prefill, session)
+        if held is not None:
+            self.run_in_background(self._free_own(prefill, session, *held))
+
+    def look_after_own(self) -> None:
+        """Free this worker's sessions of nodes that were taken out: nobody will come for them. Strike off those
+        of a prefill process that is no more: a number of its may be another session's by now."""
+        nodes = self._registry.snapshot.nodes
+        for name, (decode, life) in list(self._migrations.held.items()):
+            prefill, session = session_of(name)
+            if prefill not in nodes or decode not in nodes:
+                self.free_soon(prefill, session)
+            elif nodes[prefill].life != life:
+                self._migrations.clear(prefill, session)
+                self._figures.count("sessions_lost")
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name="session")
@@ -75,12 +89,11 @@ class Sessions:
         for task in self._background:
             task.cancel()
 
-    async def _free_own(self, prefill: str, session: int) -> None:
+    async def _free_own(self, prefill: str, session: int, decode: str, life: int) -> None:
         if await self.free(prefill, session):
-            self._migrations.clear(prefill, session)
+            self._migrations.forget_note(prefill, session)
         else:
-            # Still noted in Redis; from now on it is whoever's who looks.
-            self._migrations.held.pop(name_of(prefill, session), None)
+            self._migrations.leave(prefill, session, decode=decode, life=life)
 
     async def free(self, prefill: str, session: int) -> bool:
         for left in reversed(range(TRIES)):
@@ -129,6 +142,7 @@ class Sessions:
         node = self._registry.snapshot.nodes.get(prefill)
         if node is not None and node.life != record.life:
             await self._migrations.forget(name, mine)  # it went with the process that kept it
+            self._figures.count("sessions_lost")
             return
         freed = await self.free(prefill, session)
         result["freed" if freed else "failed"].append(entry)
