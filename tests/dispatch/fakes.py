@@ -11,6 +11,7 @@ from typing import Any
 
 from app.balancing import ENCODER_POLICIES, Encoder
 from app.dispatch.answer import Answer, EngineRequest, Whole
+from app.dispatch.caller import Leg
 from app.dispatch.handover.nixl import Nixl
 from app.dispatch.handover.protocol import Protocol
 from app.dispatch.prefill_decode import PrefillDecode, SplitRules
@@ -18,6 +19,7 @@ from app.errors import EngineRefused, Headers
 from app.nodes import Node, Role, State
 from app.store.ledger import Select, Ticket
 from app.store.snapshot import Snapshot
+from app.upstream.transport import Timeouts
 
 Json = dict[str, Any]
 MODEL = "m"
@@ -136,7 +138,7 @@ class Call:
 
     url: str
     request: EngineRequest = field(repr=False)
-    prefill: bool = False
+    leg: Leg = Leg.WHOLE
     cancelled: bool = False
 
     @property
@@ -174,20 +176,21 @@ class FakeCaller:
         self.most = 0
         self.responses: list[FakeResponse] = []
         self.limits: dict[str, int] = {}
+        self.timeouts = Timeouts(0, 0, 0, 0)
         self.kind = b"application/json"  # of answers that are read as they come
 
-    async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int, prefill: bool = False) -> Whole:
+    async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int, leg: Leg = Leg.WHOLE) -> Whole:
         self.limits[url] = limit_bytes
-        status, body = await self._answer(url, request, prefill)
+        status, body = await self._answer(url, request, leg)
         return Whole(url, status, [(b"content-type", b"application/json"), (b"x-engine", b"yes")], body)
 
-    async def send(self, url: str, request: EngineRequest) -> FakeResponse:
-        status, body = await self._answer(url, request)
+    async def send(self, url: str, request: EngineRequest, leg: Leg = Leg.WHOLE) -> FakeResponse:
+        status, body = await self._answer(url, request, leg)
         self.responses.append(FakeResponse(status, body, [(b"content-type", self.kind)]))
         return self.responses[-1]
 
-    async def _answer(self, url: str, request: EngineRequest, prefill: bool = False) -> tuple[int, bytes]:
-        call = Call(url, request, prefill)
+    async def _answer(self, url: str, request: EngineRequest, leg: Leg) -> tuple[int, bytes]:
+        call = Call(url, request, leg)
         nth = sum(other.url == url for other in self.calls)
         self.calls.append(call)
         self.running[url] += 1

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from app.dispatch.answer import Answer, EngineRequest, Outcome
+from app.dispatch.caller import Leg
 from app.dispatch.handover import protocol as protocol_module
-from app.dispatch.handover.bodies import Members, for_prefill, with_values
+from app.dispatch.handover.bodies import Members, Prefilled, for_prefill, with_values
 from app.dispatch.handover.nixl import Nixl
-from app.dispatch.handover.protocol import Concurrent, Legs, LinkFailed, Protocol
+from app.dispatch.handover.protocol import Concurrent, Handed, Legs, LinkFailed, Protocol
 from app.dispatch.pair import Pair, never_arrived
 from app.errors import (
     BadRequest,
@@ -31,6 +32,7 @@ from app.errors import (
     UpstreamError,
 )
 from app.nodes import Node, Role, State
+from app.upstream.transport import Timeouts
 from tests.dispatch.fakes import (
     D0,
     D1,
@@ -141,7 +143,7 @@ async def test_prefill_first_and_decode_with_what_it_said() -> None:
     answer = await world.ask()
     prefill, decode = world.caller.calls
     assert (prefill.url, decode.url, answer.url) == (P0, D0, D0)
-    assert (prefill.prefill, decode.prefill) == (True, False), "a prefill leg has a time limit of its own"
+    assert (prefill.leg, decode.leg) == (Leg.PREFILL, Leg.WHOLE), "each has time limits of its own"
     for call in (prefill, decode):
         assert (call.request.method, call.request.path, call.id) == (b"POST", CHAT, "parent")
         assert [header for header in call.request.headers if header[0] != b"accept-encoding"] == HEADERS
@@ -185,6 +187,7 @@ async def test_both_at_once_are_called_at_once_and_each_is_given_back_when_its_o
     task = world.begin()
     await turns()
     assert (set(world.called), world.ledger.unfinished) == ({P0, D0}, {P0: 1, D0: 1})
+    assert {call.url: call.leg for call in world.caller.calls} == {P0: Leg.PREFILL, D0: Leg.BESIDE_PREFILL}
     second.set()
     answer = await task
     assert world.ledger.unfinished == {P0: 1, D0: 1}, "prefill's own answer is on its way still"
@@ -542,8 +545,8 @@ async def test_r47_an_answer_that_breaks_off_before_its_first_byte_is_an_error_a
     world = World(by=by)
     send, closed = world.caller.send, []
 
-    async def broken(url: str, request: EngineRequest, **more: Any) -> Any:
-        response = await send(url, request)
+    async def broken(url: str, request: EngineRequest, leg: Leg) -> Any:
+        response = await send(url, request, leg)
 
         async def read() -> bytes:
             raise EngineBroke("reset")
@@ -556,6 +559,73 @@ async def test_r47_an_answer_that_breaks_off_before_its_first_byte_is_an_error_a
     with pytest.raises(EngineBroke):
         await world.ask()
     assert [response.closed > 0 for response in closed] == [True] and world.ledger.unfinished == {}
+
+
+async def test_r61_decode_beside_prefill_has_its_time_from_prefills_end_on() -> None:
+    world = World(by=Both)
+    world.caller.timeouts = Timeouts(1, 0.02, 1, 0)
+    computes = asyncio.Event()
+    world.caller.behaviour = {P0: waits_for(computes), D0: hangs}
+    task = world.begin()
+    await asyncio.sleep(0.06)
+    assert not task.done(), "prefill computes as long as it likes"
+    computes.set()
+    with pytest.raises(EngineTimeout, match=rf"{D0}.*0\.02 s of the prefill's end") as caught:
+        await asyncio.wait_for(task, 5)
+    assert (caught.value.stage, caught.value.status) == ("first_byte", 504)
+    assert world.caller.to(D0)[0].cancelled and world.ledger.unfinished == {}
+
+
+class Voided(Nixl):
+    """NIXL, as far as bodies go; what was handed over is void after decode's first `times` refusals."""
+
+    times = 1
+
+    def hand(self, pair: Pair, members: Members, prefilled: Prefilled) -> Handed:
+        handed = super().hand(pair, members, prefilled)
+        self.times, void = self.times - 1, self.times > 0
+        handed.voided = lambda: void  # type: ignore[method-assign]
+        return handed
+
+
+def voided(times: int) -> Callable[..., Protocol]:
+    def make(**parts: Any) -> Protocol:
+        made = Voided(**parts, lease_s=30, recompute=True)
+        made.times = times
+        return made
+
+    return make
+
+
+async def test_a_refusal_of_what_had_gone_void_proves_nothing_and_prefill_is_asked_again() -> None:
+    world = World(by=voided(1))
+    world.caller.behaviour = {(D0, 0): lambda call: (400, b"{}")}
+    assert await world.served() == D0
+    assert world.called == [P0, D0, P0, D0] and world.caller.responses[0].closed
+    assert world.ledger.latencies == {P0: 2, D0: 1}
+
+
+async def test_a_refusal_of_what_goes_void_again_and_again_is_the_answer_in_the_end() -> None:
+    world = World(by=voided(99))
+    world.caller.behaviour = {D0: lambda call: (400, b"{}")}
+    answer = await world.ask()
+    assert answer.status == 400
+    assert world.called == [P0, D0] * 3, "two retries"
+    answer.close(Outcome.CLIENT_ERROR)
+    assert world.ledger.unfinished == {} and all(response.closed for response in world.caller.responses)
+
+
+async def test_where_prefill_can_not_be_asked_again_decodes_answer_is_closed() -> None:
+    world = World(by=voided(1))
+
+    def refuse(call: Call) -> tuple[int, bytes]:
+        world.registry.set(gone=(P0,))
+        return 400, b"{}"
+
+    world.caller.behaviour = {D0: refuse}
+    with pytest.raises(NoNodeAvailable):
+        await world.ask()
+    assert world.caller.responses[0].closed and world.ledger.unfinished == {}
 
 
 # --- a hand-over that is too old --------------------------------------------------------------------
@@ -656,10 +726,17 @@ async def test_r68_while_there_is_a_prefill_node_nothing_falls_back() -> None:
     assert world.called == [P0, D0] and world.figures.counts == {}
 
 
-async def test_r68_the_fallback_is_no_help_without_decode_nodes() -> None:
+async def test_r68_hybrid_nodes_are_a_fallback_too_where_either_role_is_missing() -> None:
+    for nodes in (nodes_of(0, decode=0, hybrid=1), nodes_of(0, prefill=1, decode=0, hybrid=1)):
+        world = World(*nodes, fallback=True)
+        assert await world.served() == "http://h0:1"
+        assert world.figures.counts == {"prefill_fallback": 1}
+
+
+async def test_r68_the_fallback_is_no_help_where_nobody_decodes() -> None:
     for nodes in (nodes_of(1, decode=0), nodes_of(0, prefill=1, decode=0)):
         world = World(*nodes, fallback=True)
-        with pytest.raises(NoNodeAvailable, match="no Decode node"):
+        with pytest.raises(NoNodeAvailable, match="no Decode or Hybrid node"):
             await world.ask()
         assert world.ledger.unfinished == {} and world.figures.counts == {}
 

@@ -179,7 +179,8 @@ class FakeLinks:
         return self._answer("collect", {"freed": [], "failed": [], "kept": 2})
 
     async def table(self) -> dict[str, Any]:
-        return self._answer("table", {"links": {}, "sessions": 0, "counts": {}})
+        link = {"state": "void", "owner": "w1", "since_ms": 1, "took_ms": None, "error": None}
+        return self._answer("table", {"links": {"a|b": link}, "sessions": 3, "counts": {"links_made": 1}})
 
     def _answer(self, call: str, answer: dict[str, Any]) -> dict[str, Any]:
         self.calls.append(call)

@@ -18,7 +18,11 @@ ANSWERS: dict[str, Any] = {
     # 200 though a pair failed: the answer says which, and why.
     "warm_up": {"SUCCESS": False, "links": {"a|b": {"state": "failed", "error": "why"}}},
     "collect": {"freed": [], "failed": [], "kept": 2},
-    "table": {"links": {}, "sessions": 0, "counts": {}},
+    "table": {
+        "links": {"a|b": {"state": "void", "owner": "w1", "since_ms": 1, "took_ms": None, "error": None}},
+        "sessions": 3,
+        "counts": {"links_made": 1},
+    },
 }
 
 each_route = pytest.mark.parametrize(("method", "path", "call"), ROUTES)

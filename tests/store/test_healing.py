@@ -126,6 +126,7 @@ class Scene:
         await w1.add_ready(E1, role=Role.Encode)
         await w1.add_ready(E2, role=Role.Encode)
         await w2.registry.refresh()
+        await w1.leave_traces(A, B)
         give_back(await w1.take(1, "a"), succeeded=True)
         self.tickets = [*await w1.take(2, "a"), *await w2.take(1, "a"), *await w2.take(3, "b")]
         for worker in self.made:  # round robin, then weighted
