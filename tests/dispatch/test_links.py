@@ -321,6 +321,13 @@ async def test_who_comes_with_a_new_life_does_not_make_do_with_the_link_of_an_ol
         assert record(redis).lives == linker.links.lives_of(P0, D0)
 
 
+async def test_a_record_of_a_registry_version_that_never_was_is_somebodys_edit_and_ends_nothing(redis: Space) -> None:
+    async with linking(redis, timeout_s=0.3) as (engines, (linker,)):
+        redis.cli("HSET", redis.key("links"), PAIR, '{"state":"connected","lives":"8|9","version":999999}')
+        await linker.ensure()
+        assert engines.counts == ONCE and record(redis).state == "connected"
+
+
 # --- doubt ------------------------------------------------------------------------------------------
 
 
