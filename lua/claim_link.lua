@@ -33,8 +33,9 @@ end
 if same and record.state == 'failed' and now_ms < until_ms then
     return { 7, text }
 end
--- One that is being undone is held whatever its lives: what is undone late would undo the new link.
-if (same and record.state == 'connecting') or record.state == 'undoing' then
+-- Held whatever its lives: two that work at one pair would undo each other's steps, and whoever works for
+-- lives that are over finds that out by itself.
+if record.state == 'connecting' or record.state == 'undoing' then
     local alive = redis.call('ZSCORE', workers, tostring(record.owner))
     if now_ms < until_ms and alive and tonumber(alive) > now_ms then
         return { 10, text }

@@ -18,7 +18,7 @@ from app.errors import BadRequest, StoreUnavailable, UpstreamError
 from app.nodes import Role, State
 from app.store.handovers import Handovers
 from app.store.links import Link, LinkTable, ends_of, pair_of, read_link
-from app.store.migrations import Migrations
+from app.store.migrations import Migrations, read_migration
 from app.store.registry import Registry
 from app.upstream.distserve import DistServeClient
 
@@ -74,7 +74,7 @@ class DistServe:
         self._check_linked()
         oldest_ms = self._gc_age_s * 1000
         found = await self._sessions.collect(lambda _, record, __, now_ms: now_ms - record.at_ms >= oldest_ms)
-        return {**found, "kept": len(await self._migrations.all())}
+        return {**found, "kept": await self._held()}
 
     async def table(self) -> Json:
         """Every link, how many sessions are under migration, and the counters. Raises StoreUnavailable."""
@@ -89,8 +89,11 @@ class DistServe:
                 "took_ms": link.took_ms or None,
                 "error": link.error or None,
             }
-        sessions = await self._migrations.all()
-        return {"links": links, "sessions": len(sessions), "counts": await self._figures.counts()}
+        return {"links": links, "sessions": await self._held(), "counts": await self._figures.counts()}
+
+    async def _held(self) -> int:
+        records = map(read_migration, (await self._migrations.all()).values())
+        return sum(record is not None and not record.freed for record in records)
 
     def _check_linked(self) -> None:
         if not self._linked:
@@ -129,9 +132,8 @@ class DistServe:
         await asyncio.gather(*(quietly(self._undo(*entry)) for entry in left))
 
     def tidy_own(self) -> None:
-        """Every worker, now and then: free its sessions of removed nodes, note the others once more."""
+        """Every worker, now and then: its own sessions of nodes that were removed or restarted."""
         self._sessions.look_after_own()
-        self._migrations.note_again()
 
     async def _undo(self, pair: str, text: str, link: Link) -> None:
         undoing = Link("undoing", "", 0, since_ms=link.since_ms, owner=self._worker)

@@ -91,6 +91,7 @@ class Ledger:
     ) -> None:
         self.worker = worker
         self.counts: dict[str, int] = {}
+        self.on_told_again: list[Callable[[], None]] = []  # notes may be lost: called when Redis is told all anew
         self._address = address
         self._keys = keys
         self._scripts = scripts
@@ -411,6 +412,12 @@ class Ledger:
         elif not reply[2] or reply[1] != self._registry.snapshot.version:
             # Unknown again in mid-session: Redis lost its data. The registry looks at once.
             self._registry.refresh_soon()
+            if not reply[2]:
+                self._tell_again()
+
+    def _tell_again(self) -> None:
+        for tell in self.on_told_again:
+            tell()
 
     def _distrust(self, reason: str) -> None:
         """An error reply: nobody knows what ran. READONLY and LOADING need another connection."""
@@ -479,6 +486,7 @@ class Ledger:
         if changes != self._changes:
             self._restate_soon()
         self._registry.refresh_soon()
+        self._tell_again()
         # As loud as the line that said it was over.
         log.log(logging.INFO if first else logging.WARNING, "decisions are shared: joined as %s", self.worker)
 

@@ -7,7 +7,6 @@ not know HTTP or how a link is made.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,12 +96,7 @@ class LinkTable:
 
     async def one(self, pair: str) -> Link:
         """A pair's record; a void one where it has none."""
-        try:
-            found = self._registry.redis.hget(self._keys.links, pair)
-            text = await found if isinstance(found, Awaitable) else found
-        except (RedisError, OSError, TimeoutError) as e:
-            raise StoreUnavailable(f"Redis can't be used: {e or type(e).__name__}") from e
-        return read_link(str(text or ""))
+        return read_link(await field_of(self._registry, self._keys.links, pair))
 
     async def all(self) -> dict[str, str]:
         """Every pair with its record, as text."""
@@ -138,3 +132,12 @@ async def hash_of(registry: Registry, name: str) -> dict[str, str]:
     except (RedisError, OSError, TimeoutError) as e:
         raise StoreUnavailable(f"Redis can't be used: {e or type(e).__name__}") from e
     return found
+
+
+async def field_of(registry: Registry, name: str, field: str) -> str:
+    """A field of a hash, "" where it isn't there. Raises StoreUnavailable."""
+    try:
+        (found,) = await registry.redis.hmget(name, [field])
+    except (RedisError, OSError, TimeoutError) as e:
+        raise StoreUnavailable(f"Redis can't be used: {e or type(e).__name__}") from e
+    return str(found or "")

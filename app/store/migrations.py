@@ -16,18 +16,20 @@ from redis.exceptions import RedisError
 from app.errors import StoreUnavailable
 from app.store.keys import Keys
 from app.store.ledger import Ledger
-from app.store.links import hash_of, run
+from app.store.links import field_of, hash_of, run
 from app.store.registry import Registry
 from app.store.scripts import Code, Script
 
 
-class Migration(msgspec.Struct):
-    """A record. `life`: of the prefill node; a number of an older life may belong to another session by now."""
+class Migration(msgspec.Struct, omit_defaults=True):
+    """A record. `life`: of the prefill node; a number of an older life may belong to another session by now.
+    `freed`: by another than its worker, which has not heard of it yet."""
 
     decode: str
     worker: str
     life: int
     at_ms: int
+    freed: bool = False
 
 
 def name_of(prefill: str, session: int) -> str:
@@ -52,6 +54,7 @@ class Migrations:
         self._registry = registry
         self._keys = keys
         self._hold = scripts["hold_migration"]
+        ledger.on_told_again.append(self._note_again)
 
     def __repr__(self) -> str:
         return f"<Migrations held={len(self.held)}>"
@@ -79,8 +82,8 @@ class Migrations:
     def forget_note(self, prefill: str, session: int) -> None:
         self._ledger.note("HDEL", self._keys.migrations, name_of(prefill, session))
 
-    def note_again(self) -> None:
-        """Write down once more what is held: Redis may have lost it since."""
+    def _note_again(self) -> None:
+        """Write down once more what is held: Redis has lost it, or was away when it was said."""
         for name, (decode, life) in self.held.items():
             self._note(name, decode, life, worker=self.worker)
 
@@ -99,6 +102,16 @@ class Migrations:
         """Make another worker's session this one's, to free it; its record then, None if another was faster."""
         mine = msgspec.json.encode(msgspec.structs.replace(record, worker=self.worker)).decode()
         return mine if await self._swap(name, seen, mine) else None
+
+    async def one(self, prefill: str, session: int) -> Migration | None:
+        """A session's record; None where it has none."""
+        text = await field_of(self._registry, self._keys.migrations, name_of(prefill, session))
+        return read_migration(text) if text else None
+
+    async def mark_freed(self, name: str, seen: str, record: Migration) -> None:
+        """Tell the session's own worker that there is nothing left to free."""
+        freed = msgspec.structs.replace(record, freed=True)
+        await self._swap(name, seen, msgspec.json.encode(freed).decode())
 
     async def forget(self, name: str, seen: str) -> bool:
         return await self._swap(name, seen, "")

@@ -161,13 +161,16 @@ class Links:
                 if claim.code == Code.STALE:
                     await self._registry.refresh()
             except StoreUnavailable:
-                await self._link(prefill, decode, left_s)
-                self._made[pair] = lives
-                return
+                with contextlib.suppress(_Outdated):
+                    await self._link(prefill, decode, lives, left_s)
+                    self._made[pair] = lives
+                    return
+                continue
             if claim.code == Code.DONE:
-                await self._link_and_settle(prefill, decode, claim, left_s)
-                self._made[pair] = lives
-                return
+                if await self._link_and_settle(prefill, decode, claim, left_s):
+                    self._made[pair] = lives
+                    return
+                continue
             if claim.code == Code.UNCHANGED:
                 self._made[pair] = lives
                 return
@@ -175,10 +178,15 @@ class Links:
                 raise LinkFailed(claim.link.error, url=prefill)
             await asyncio.sleep(LOOK_EVERY_S)
 
-    async def _link_and_settle(self, prefill: str, decode: str, claim: Claim, left_s: float) -> None:
+    async def _link_and_settle(self, prefill: str, decode: str, claim: Claim, left_s: float) -> bool:
+        """False: an engine got another life meanwhile, and the claim is given up."""
         begun_s, now_ms = time.monotonic(), claim.link.since_ms
         try:
-            identity = await self._link(prefill, decode, left_s)
+            identity = await self._link(prefill, decode, claim.link.lives, left_s)
+        except _Outdated:
+            with contextlib.suppress(StoreUnavailable):
+                await self._table.drop(pair_of(prefill, decode), claim.text)
+            return False
         except BaseException as e:
             why = e.message if isinstance(e, UpstreamError) else "the worker that made it stopped"
             hold_off_ms = round(HOLD_OFF_S * 1000) if isinstance(e, UpstreamError) else 0
@@ -191,6 +199,7 @@ class Links:
         self._figures.count("links_made")
         self._figures.took(decode, "link", took_s)
         log.info("linked %s and %s in %.1f s", prefill, decode, took_s)
+        return True
 
     async def _settle(self, prefill: str, decode: str, claim: Claim, state: str, **more: int | str) -> None:
         known = claim.link
@@ -200,12 +209,14 @@ class Links:
         with contextlib.suppress(StoreUnavailable):  # the others see the claim run out, and link once more
             await self._table.settle(pair_of(prefill, decode), claim.text, link)
 
-    async def _link(self, prefill: str, decode: str, left_s: float) -> str:
-        """All tries; what tells the two engines from others. Raises LinkFailed."""
+    async def _link(self, prefill: str, decode: str, lives: str, left_s: float) -> str:
+        """All tries; what tells the two engines from others. Raises LinkFailed, _Outdated."""
         pause_s, error = PAUSES_S[0], LinkFailed("not tried", url=prefill)
         try:
             async with asyncio.timeout(left_s), self._slots:
                 for left in reversed(range(self._rules.tries)):
+                    if self.lives_of(prefill, decode) != lives:
+                        raise _Outdated
                     try:
                         return await self._try(prefill, decode)
                     except _Unlike as e:
@@ -254,6 +265,10 @@ def identity_of(prefill: Json, decode: Json) -> str:
     return "|".join(
         hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()[:16] for info in (prefill, decode)
     )
+
+
+class _Outdated(Exception):
+    """An engine was registered anew since the claim: it is another process, and this link would not be its."""
 
 
 class _Unlike(Exception):

@@ -7,6 +7,7 @@ here, by the session's own number and no other: an engine ends whatever session 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -90,6 +91,11 @@ class Sessions:
             task.cancel()
 
     async def _free_own(self, prefill: str, session: int, decode: str, life: int) -> None:
+        with contextlib.suppress(StoreUnavailable):
+            record = await self._migrations.one(prefill, session)
+            if record is not None and record.freed:
+                self._migrations.forget_note(prefill, session)
+                return
         if await self.free(prefill, session):
             self._migrations.forget_note(prefill, session)
         else:
@@ -130,10 +136,21 @@ class Sessions:
             if record is None:
                 await self._migrations.forget(name, text)
             elif wanted(prefill, record, workers, now_ms):
-                await self._collect(name, text, record, result)
+                await self._collect(name, text, record, record.worker in workers, result)
         return result
 
-    async def _collect(self, name: str, text: str, record: Migration, result: dict[str, list[dict[str, Any]]]) -> None:
+    async def _collect(
+        self,
+        name: str,
+        text: str,
+        record: Migration,
+        owner_lives: bool,
+        result: dict[str, list[dict[str, Any]]],
+    ) -> None:
+        if record.freed:
+            if not owner_lives:
+                await self._migrations.forget(name, text)
+            return
         mine = await self._migrations.take_over(name, text, record)
         if mine is None:
             return
@@ -146,7 +163,9 @@ class Sessions:
             return
         freed = await self.free(prefill, session)
         result["freed" if freed else "failed"].append(entry)
-        if freed or node is None:
+        if freed and owner_lives:
+            await self._migrations.mark_freed(name, mine, record)
+        elif freed or node is None:
             await self._migrations.forget(name, mine)
             if not freed:
                 self._figures.count("sessions_lost")
