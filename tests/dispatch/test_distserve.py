@@ -173,11 +173,13 @@ async def test_tidying_frees_the_sessions_of_dead_workers_only(redis: Space) -> 
         assert engines.calls == [("free", P0, "1")]
 
 
-async def test_what_redis_lost_is_noted_again_by_its_owner(redis: Space) -> None:
-    async with serving(redis) as (engines, (linker,)):
-        linker.sessions.hold(P0, 1, decode=D0)
-        await counted(linker.worker)
-        redis.cli("DEL", redis.key("migrations"))
-        linker.distserve.tidy_own()
-        await counted(linker.worker)
-        assert set(await linker.worker.migrations.all()) == {f"{P0}|1"} and engines.calls == []
+async def test_each_worker_looks_after_its_own(redis: Space) -> None:
+    async with serving(redis, 2) as (engines, (first, second)):
+        first.sessions.hold(P0, 1, decode=D0)
+        second.sessions.hold(P0, 2, decode=D0)
+        for linker in (first, second):
+            await counted(linker.worker)
+        await first.worker.registry.remove(P0)
+        first.distserve.tidy_own()
+        await first.sessions.close()
+        assert engines.calls == [("free", P0, "1")]

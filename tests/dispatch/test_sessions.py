@@ -23,7 +23,7 @@ from tests.support.wait import aeventually
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions_module, "PAUSE_S", 0.001)
+    monkeypatch.setattr(sessions_module, "PAUSE_S", 0.05)
 
 
 @asynccontextmanager
@@ -165,6 +165,30 @@ async def test_r62_the_sessions_of_a_worker_that_died_are_freed_once_by_whoever_
         freed = sorted(entry["session"] for one in found for entry in one["freed"])
         assert freed == list(range(10)) and engines.counts["free"] == 10
         assert await noted(others[0]) == {f"{P1}|99"}
+
+
+async def test_what_was_collected_while_its_worker_serves_is_not_freed_again(redis: Space) -> None:
+    async with serving(redis, 2) as (engines, (first, second)):
+        first.sessions.hold(P0, 7, decode=D0)
+        await noted(first)
+        assert (await second.sessions.collect(everything))["freed"] == [{"prefill": P0, "session": 7}]
+        assert await second.sessions.collect(everything) == {"freed": [], "failed": []}
+        assert (await second.distserve.table())["sessions"] == 0
+        first.sessions.free_soon(P0, 7)
+        await first.sessions.close()
+        assert engines.calls == [("free", P0, "7")], "the number may be another session's by now"
+        assert await noted(first) == set()
+
+
+async def test_what_was_collected_of_a_worker_that_died_afterwards_is_struck_off(redis: Space) -> None:
+    async with serving(redis, 2) as (engines, (first, second)):
+        first.sessions.hold(P0, 7, decode=D0)
+        await noted(first)
+        await second.sessions.collect(everything)
+        assert await noted(second) == {f"{P0}|7"}
+        await first.worker.ledger.close()
+        await second.sessions.collect(of_the_dead)
+        assert await noted(second) == set() and engines.counts["free"] == 1
 
 
 async def test_a_session_of_an_older_life_is_forgotten_and_never_freed(redis: Space) -> None:

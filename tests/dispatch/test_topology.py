@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,7 +238,7 @@ def test_a_wrong_number_of_consumers_is_refused_at_the_start_too() -> None:
 
 def made_by(settings: Settings) -> Any:
     """The use case that these settings are served by; nothing behind it is called."""
-    nothing: Any = {"registry": None, "ledger": None}
+    nothing: Any = {"registry": None, "ledger": SimpleNamespace(on_told_again=[])}
     split = Split(
         settings,
         **nothing,

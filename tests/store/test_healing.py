@@ -213,7 +213,7 @@ class Scene:
 
     def others_as_before(self, damaged: str) -> None:
         """Nothing was lost but what was written over. (Versions and instants move.)"""
-        moving = ["version", "workers", "sessions", "prober", f"node:{A}"]
+        moving = ["version", "workers", "sessions", "prober", "migrations", f"node:{A}"]
         for name in KEYS:
             if name not in (damaged, *moving):
                 assert self.dump(name) == self.before[name], name

@@ -30,6 +30,12 @@ def hold(worker: Worker, session: int = 7, *, life: int = 3) -> None:
     worker.migrations.hold(A, session, decode=B, life=life)
 
 
+def tell_again(worker: Worker) -> None:
+    """What the ledger does once Redis has lost everything."""
+    for tell in worker.ledger.on_told_again:
+        tell()
+
+
 def test_a_name_holds_the_node_and_the_session() -> None:
     assert name_of(A, 7) == NAME and session_of(NAME) == (A, 7)
     assert session_of("http://[::1]:1/a|b|-2") == ("http://[::1]:1/a|b", -2)
@@ -88,7 +94,7 @@ async def test_what_is_let_go_stays_noted_and_is_not_noted_again(redis: Space) -
         assert w1.migrations.let_go(A, 7) == (B, 3) and w1.migrations.let_go(A, 7) is None
         redis.cli("DEL", redis.key("migrations"))
         hold(w1, 8)
-        w1.migrations.note_again()
+        tell_again(w1)
         await there(redis, {f"{A}|8"})
         w1.migrations.forget_note(A, 8)
         await there(redis, set())
@@ -103,16 +109,29 @@ async def test_what_is_left_is_nobodys(redis: Space) -> None:
         assert w1.migrations.held == {}
 
 
-async def test_what_redis_lost_is_written_down_again_and_nothing_else(redis: Space) -> None:
-    async with workers(redis, 1) as (w1,):
+async def test_what_redis_lost_is_written_down_again_and_nothing_else(own_redis: Space) -> None:
+    async with workers(own_redis, 1) as (w1,):
         for session in (1, 2, 3):
             hold(w1, session)
-        await there(redis, {f"{A}|{n}" for n in (1, 2, 3)})
+        await there(own_redis, {f"{A}|{n}" for n in (1, 2, 3)})
         w1.migrations.clear(A, 2)
-        await there(redis, {f"{A}|{n}" for n in (1, 3)})
-        redis.cli("DEL", redis.key("migrations"))
-        w1.migrations.note_again()
-        await there(redis, {f"{A}|{n}" for n in (1, 3)})
+        await there(own_redis, {f"{A}|{n}" for n in (1, 3)})
+        own_redis.cli("FLUSHALL")
+        await there(own_redis, {f"{A}|{n}" for n in (1, 3)})
+        own_redis.server.restart()
+        await there(own_redis, {f"{A}|{n}" for n in (1, 3)})
+
+
+async def test_what_was_said_while_redis_was_away_is_noted_when_it_is_back(own_redis: Space) -> None:
+    async with workers(own_redis, 1) as (w1,):
+        hold(w1, 1)
+        await there(own_redis, {f"{A}|1"})
+        own_redis.server.kill()
+        await aeventually(lambda: not w1.shared)
+        hold(w1, 2)
+        w1.migrations.clear(A, 1)
+        own_redis.server.start()
+        await there(own_redis, {f"{A}|2"})
 
 
 async def test_notes_survive_a_server_that_lost_its_scripts(redis: Space) -> None:
@@ -176,7 +195,7 @@ async def test_r96_while_redis_is_away_a_note_fails_nobody_and_a_question_is_an_
         own_redis.server.kill()
         await aeventually(lambda: not w1.shared)
         hold(w1)
-        w1.migrations.note_again()
+        tell_again(w1)
         w1.migrations.clear(A, 7)
         hold(w1, 8)
         assert set(w1.migrations.held) == {f"{A}|8"}
