@@ -44,7 +44,7 @@ end
 
 local claim = cjson.encode({
     state = 'connecting', owner = worker, lives = lives, version = version,
-    since_ms = now_ms, until_ms = now_ms + wait_ms,
+    since_ms = now_ms, until_ms = now_ms + wait_ms, failures = same and tonumber(record.failures) or 0,
 })
 redis.call('HSET', links, pair, claim)
 return { 0, claim }

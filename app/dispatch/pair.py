@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from app.dispatch.hybrid import candidates
-from app.errors import EngineTimeout, EngineUnreachable, ModelNotFound, NoNodeAvailable, UpstreamError
+from app.errors import EngineTimeout, EngineUnreachable, Headers, ModelNotFound, NoNodeAvailable, UpstreamError
 from app.nodes import Role
 from app.store.handovers import Handovers
 from app.store.ledger import Ledger, Select, Ticket
@@ -113,7 +113,7 @@ class Pair:
         self._timings[name] = self._timings.get(name, 0.0) + seconds
         self._figures.took(url, name, seconds)
 
-    def server_timing(self) -> tuple[bytes, bytes]:
-        """The header with all stages so far, ms. Source: W3C Server Timing."""
-        stages = (f"{name};dur={seconds * 1000:.1f}" for name, seconds in self._timings.items())
-        return b"server-timing", ", ".join(stages).encode()
+    def server_timing(self) -> Headers:
+        """The header with all stages so far, ms; none where none has ended. Source: W3C Server Timing."""
+        stages = [f"{name};dur={seconds * 1000:.1f}" for name, seconds in self._timings.items()]
+        return [(b"server-timing", ", ".join(stages).encode())] if stages else []

@@ -23,7 +23,8 @@ class Link(msgspec.Struct, omit_defaults=True):
     """A record. `lives` names the lives of both nodes; a link of other lives is void.
 
     state: connecting or undoing, until `until_ms` (Redis's clock); connected; or failed, and not tried again
-    until `until_ms`. `identity`: of the two engines when they were linked.
+    until `until_ms`. `identity`: of the two engines when they were linked; `error`, `blame`: why the last try
+    failed, and at whose URL; `failures`: in a row.
     """
 
     state: str
@@ -34,6 +35,8 @@ class Link(msgspec.Struct, omit_defaults=True):
     owner: str = ""
     took_ms: int = 0
     error: str = ""
+    blame: str = ""
+    failures: int = 0
     identity: str = ""
 
 

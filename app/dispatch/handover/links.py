@@ -35,8 +35,9 @@ LOOK_EVERY_S = 0.02
 """At a link that another worker makes: one look for all requests of this worker."""
 PAUSES_S = (0.1, 2.0)
 """First and longest pause between two tries."""
-HOLD_OFF_S = 0.2
-"""After a failure nobody tries for so long, so that all who waited for it are told its reason."""
+HOLD_OFF_S = (0.2, 30.0)
+"""After a failure nobody tries for so long, so that all who waited for it are told its reason; four times as
+long after each further one, so that a node that can't be linked does not cost every request all tries."""
 DOUBT_EVERY_S = 1.0
 """Of one pair, however many migrations fail."""
 LINKING_AT_ONCE = 64
@@ -175,7 +176,7 @@ class Links:
                 self._made[pair] = lives
                 return
             if claim.code == Code.REFUSED:
-                raise LinkFailed(claim.link.error, url=prefill)
+                raise LinkFailed(claim.link.error, url=claim.link.blame or prefill)
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _link_and_settle(self, prefill: str, decode: str, claim: Claim, left_s: float) -> bool:
@@ -188,10 +189,15 @@ class Links:
                 await self._table.drop(pair_of(prefill, decode), claim.text)
             return False
         except BaseException as e:
-            why = e.message if isinstance(e, UpstreamError) else "the worker that made it stopped"
-            hold_off_ms = round(HOLD_OFF_S * 1000) if isinstance(e, UpstreamError) else 0
-            took_ms = round((time.monotonic() - begun_s) * 1000)
-            await self._settle(prefill, decode, claim, "failed", until_ms=now_ms + took_ms + hold_off_ms, error=why)
+            why = e.message if isinstance(e, LinkFailed) else "the worker that made it stopped"
+            blame = e.url if isinstance(e, LinkFailed) else ""
+            failures = claim.link.failures + isinstance(e, LinkFailed)
+            first_s, longest_s = HOLD_OFF_S
+            hold_off_s = min(first_s * 4 ** (failures - 1), longest_s) if failures else 0.0
+            until_ms = now_ms + round((time.monotonic() - begun_s + hold_off_s) * 1000)
+            await self._settle(
+                prefill, decode, claim, "failed", until_ms=until_ms, error=why, blame=blame, failures=failures
+            )
             self._figures.count("links_failed")
             raise
         took_s = time.monotonic() - begun_s

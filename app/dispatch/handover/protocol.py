@@ -343,7 +343,7 @@ async def finish(pair: Pair, response: Response, known: Known) -> Answer:
         response.close()
         raise
     answer = Answer(response, url, (pair.decode,))
-    answer.headers = [*answer.headers, pair.server_timing()]
+    answer.headers = [*answer.headers, *pair.server_timing()]
     return answer
 
 
