@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from app.dispatch.handover import links as links_module
 from app.dispatch.handover.protocol import LinkFailed
 from app.errors import EngineBroke, EngineRefused, StoreUnavailable
 from app.nodes import Role, State
-from app.store.links import Link
+from app.store.links import Link, read_link
 from tests.dispatch.fakes import D0, P0
 from tests.dispatch.linking import ONCE, PAIR, LinkEngines, Linker, counted, record, register
 from tests.store.harness import workers
@@ -157,15 +158,16 @@ async def test_a_hang_after_a_failure_is_told_as_the_failure(redis: Space) -> No
 async def test_for_a_moment_after_a_failure_everybody_is_told_its_reason_and_then_it_is_tried_again(
     redis: Space, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links_module, "HOLD_OFF_S", 60.0)
+    monkeypatch.setattr(links_module, "HOLD_OFF_S", (60.0, 60.0))
     async with linking(redis, 2) as (engines, (first, second)):
-        refusals(engines, "engine_info", P0, 3)
+        refusals(engines, "engine_info", D0, 3)
         with pytest.raises(LinkFailed):
             await first.ensure()
         asked = len(engines.calls)
         for linker in (first, second):
-            with pytest.raises(LinkFailed, match=f"engine {P0} refused"):
+            with pytest.raises(LinkFailed, match=f"engine {D0} refused") as caught:
                 await linker.ensure()
+            assert caught.value.url == D0, "the one to blame, so that another is taken in its place"
         assert len(engines.calls) == asked
         link = record(redis)
         link.until_ms -= 60_000
@@ -173,6 +175,46 @@ async def test_for_a_moment_after_a_failure_everybody_is_told_its_reason_and_the
         await second.ensure()
         await first.ensure()
         assert engines.counts["connect"] == 2
+
+
+async def fail_again(space: Space, engines: LinkEngines, linker: Linker) -> Link:
+    """One more failure in a row, at once; the record of it."""
+    text = space.cli("HGET", space.key("links"), PAIR)
+    if text:
+        link = read_link(text)
+        link.until_ms = 0
+        assert await linker.worker.links.settle(PAIR, text, link)
+    refusals(engines, "engine_info", P0, 3)
+    with pytest.raises(LinkFailed, match=f"engine {P0} refused"):
+        await linker.ensure()
+    found: Link = record(space)
+    return found
+
+
+async def test_after_each_further_failure_it_is_left_alone_for_longer(redis: Space) -> None:
+    async with linking(redis) as (engines, (linker,)):
+        pauses_ms = []
+        for n in range(1, 7):
+            link = await fail_again(redis, engines, linker)
+            assert link.failures == n
+            pauses_ms.append(link.until_ms - link.since_ms)
+        # 0.2 s, four times as long each time, 30 s at most; and what the tries took.
+        for pause_ms, expected_ms in zip(pauses_ms, [200, 800, 3200, 12_800, 30_000, 30_000], strict=True):
+            assert expected_ms <= pause_ms < expected_ms + 150
+        text = redis.cli("HGET", redis.key("links"), PAIR)
+        assert await linker.worker.links.settle(PAIR, text, Link("failed", link.lives, link.version, failures=6))
+        await linker.ensure()
+        assert record(redis).state == "connected" and record(redis).failures == 0
+
+
+async def test_a_node_that_fails_for_a_day_is_a_failure_as_on_the_first_minute(redis: Space) -> None:
+    # 30 s apart, 514 failures are 4.3 hours.
+    async with linking(redis) as (engines, (linker,)):
+        link = await fail_again(redis, engines, linker)
+        link.failures = 3000
+        redis.cli("HSET", redis.key("links"), PAIR, msgspec.json.encode(link).decode())
+        link = await fail_again(redis, engines, linker)
+        assert link.failures == 3001 and 30_000 <= link.until_ms - link.since_ms < 30_150
 
 
 # --- waiting ----------------------------------------------------------------------------------------

@@ -533,6 +533,7 @@ async def test_r47_both_at_once_decodes_failure_ends_prefill() -> None:
     world.caller.behaviour = {D0: lambda call: (400, b"{}"), P0: hangs}
     answer = await asyncio.wait_for(world.ask(), 1)
     assert answer.status == 400 and world.caller.to(P0)[0].cancelled
+    assert [name for name, _ in answer.headers if name == b"server-timing"] == [], "no stage has ended"
     assert world.ledger.unfinished == {D0: 1}
     answer.close(Outcome.CLIENT_ERROR)
     assert world.ledger.unfinished == {}

@@ -136,6 +136,15 @@ ACCEPTED = [
         "PD",
         [{"D"}],
     ),
+    (
+        "P + D, Hybrid nodes as fallback",
+        {**NIXL, "nodes": H, "prefill_fallback": True},
+        True,
+        "nixl",
+        False,
+        "HPDE",
+        [{"H", "D"}],
+    ),
     ("NIXL has no dummy", {**NIXL, "dummy_prefill": True}, True, "nixl", False, "PDE", [{"P"}, {"D"}]),
     ("SGLang", {**NIXL, "pd_protocol": "sglang"}, True, "sglang", False, "PD", [{"P"}, {"D"}]),
     (
