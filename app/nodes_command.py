@@ -46,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--models", nargs="+", metavar="MODEL", help="models that it serves; not given: the engine is asked"
     )
     add.add_argument("--speed", type=_speed, help="any unit, the same for all nodes; default: the others' average")
+    add.add_argument(
+        "--bootstrap-port", type=int, help="prefill nodes of mooncake and sglang: port of their bootstrap server"
+    )
     add.add_argument("--key", help="API key of this engine, where it differs from --engine-key of `serve`")
     remove = verb("remove", "remove a node at once; its running requests go on to their end")
     remove.add_argument("node", metavar="NODE_URL", type=_node)
@@ -94,7 +97,8 @@ def _call(args: argparse.Namespace) -> Any:
     if args.verb == "list":
         return _ask(args, "GET", "/nodes/status" + ("?all=1" if args.all else ""))
     if args.verb == "add":
-        status = {"role": args.role, "models": args.models, "speed": args.speed}
+        names = ("role", "models", "speed", "bootstrap_port")
+        status = {name: getattr(args, name) for name in names}
         body: dict[str, Any] = {"url": args.node}
         if given := {name: value for name, value in status.items() if value is not None}:
             body["status"] = given

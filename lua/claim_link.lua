@@ -2,6 +2,7 @@
 --
 -- KEYS[1]  links              HASH   prefill|decode -> JSON record of the link
 -- KEYS[2]  workers            ZSET   worker -> lease expiry, ms, Redis's clock
+-- KEYS[3]  version            STRING registry version
 -- ARGV[1]  pair               prefill|decode
 -- ARGV[2]  worker             id of who asks
 -- ARGV[3]  lives              of both nodes, as the caller knows them: a link of other lives is void
@@ -11,7 +12,7 @@
 --          10 another worker is at it, 7 it failed a moment ago (record says why), 2 the caller's
 --          snapshot is older than the link (refresh first)
 -- COST     O(1)               CALLER app/store/links.py
-local links, workers = KEYS[1], KEYS[2]
+local links, workers, version_key = KEYS[1], KEYS[2], KEYS[3]
 local pair, worker, lives, version, wait_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 
 local now = redis.call('TIME')
@@ -20,6 +21,10 @@ local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
 local text = redis.call('HGET', links, pair)
 local readable, record = pcall(cjson.decode, text or '')
 if not readable or type(record) ~= 'table' then
+    record = {}
+end
+-- Of a registry version that never was: somebody wrote it.
+if (tonumber(record.version) or 0) > (tonumber(redis.call('GET', version_key) or '0') or 0) then
     record = {}
 end
 local until_ms = tonumber(record.until_ms) or 0
@@ -44,7 +49,7 @@ end
 
 local claim = cjson.encode({
     state = 'connecting', owner = worker, lives = lives, version = version,
-    since_ms = now_ms, until_ms = now_ms + wait_ms,
+    since_ms = now_ms, until_ms = now_ms + wait_ms, failures = same and tonumber(record.failures) or 0,
 })
 redis.call('HSET', links, pair, claim)
 return { 0, claim }

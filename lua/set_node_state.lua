@@ -5,7 +5,7 @@
 -- KEYS[3]  version            STRING registry version
 -- ARGV[1]  url                node
 -- ARGV[2]  incarnation        the registration that was looked at; '' = whichever it is now
--- ARGV[3]  state              the new one
+-- ARGV[3]  state              the new one; '' = as it is
 -- ARGV[4]  drain              ms from now that running requests get; '' where it does not drain
 -- ARGV[5+] field, value       more to set in the same step (models, reason)
 -- RETURN   {code, version}    code: 0 set, 6 was not there, 7 another incarnation, or draining (which
@@ -22,7 +22,9 @@ local before = redis.call('HGET', node, 'state')
 if incarnation ~= '' and redis.call('HGET', node, 'incarnation') ~= incarnation then
     return { 7, version }
 end
-if before == 'draining' and state ~= 'draining' then
+if state == '' then
+    state = before
+elseif before == 'draining' and state ~= 'draining' then
     return { 7, version }
 end
 local now = redis.call('TIME')

@@ -59,7 +59,10 @@ class Reaper:
             code, returned = await self._registry.run("give_up_worker", names, [worker, "0"])
             if code == Code.DONE:
                 total += returned
-                log.warning("worker %s is gone: %d of its requests are given back", worker, returned)
+                # Names that somebody made up may be no text that a log can hold.
+                name = str(worker).encode(errors="backslashreplace").decode()
+                level = logging.WARNING if returned else logging.INFO  # else another worker was faster, or it was idle
+                log.log(level, "worker %s is gone: %d of its requests are given back", name, returned)
         return total
 
 

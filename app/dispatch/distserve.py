@@ -121,14 +121,16 @@ class DistServe:
         A link of nodes that only have another life now is left: the next request replaces it.
         """
         await self._sessions.collect(lambda _, record, workers, __: record.worker not in workers)
-        snapshot = self._registry.snapshot
-        left = [
-            (pair, text, link)
-            for pair, text in (await self._table.all()).items()
-            if (link := read_link(text)).state != "connecting"
-            and link.version <= snapshot.version
-            and not all(url in snapshot.nodes for url in ends_of(pair))
-        ]
+        snapshot, records = self._registry.snapshot, await self._table.all()
+        if not records:
+            return
+        workers, now_ms = await self._migrations.workers_and_time()
+
+        def is_left(pair: str, link: Link) -> bool:
+            busy = link.state in ("connecting", "undoing") and link.owner in workers and now_ms < link.until_ms
+            return not busy and not all(url in snapshot.nodes for url in ends_of(pair))
+
+        left = [(pair, text, link) for pair, text in records.items() if is_left(pair, link := read_link(text))]
         await asyncio.gather(*(quietly(self._undo(*entry)) for entry in left))
 
     def tidy_own(self) -> None:
@@ -140,6 +142,6 @@ class DistServe:
         mine = await self._table.mark_undoing(pair, text, undoing, within_ms=UNDO_WITHIN_MS)
         if mine is None:
             return
-        if link.state == "connected":
+        if link.state in ("connected", "undoing"):
             await self._links.undo(*ends_of(pair))
         await self._table.drop(pair, mine)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from app.dispatch.hybrid import untried
 from app.dispatch.retries import Retries
-from app.errors import ModelNotFound, NoNodeAvailable
+from app.errors import Headers, ModelNotFound, NoNodeAvailable
 from app.nodes import Role
 from app.store.handovers import Handovers
 from app.store.ledger import Ledger, Ticket
@@ -98,7 +98,7 @@ class Pair:
         self._timings[name] = self._timings.get(name, 0.0) + seconds
         self._figures.took(url, name, seconds)
 
-    def server_timing(self) -> tuple[bytes, bytes]:
-        """The header with all stages so far, ms. Source: W3C Server Timing."""
-        stages = (f"{name};dur={seconds * 1000:.1f}" for name, seconds in self._timings.items())
-        return b"server-timing", ", ".join(stages).encode()
+    def server_timing(self) -> Headers:
+        """The header with all stages so far, ms; none where none has ended. Source: W3C Server Timing."""
+        stages = [f"{name};dur={seconds * 1000:.1f}" for name, seconds in self._timings.items()]
+        return [(b"server-timing", ", ".join(stages).encode())] if stages else []

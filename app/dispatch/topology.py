@@ -47,8 +47,11 @@ class Topology:
             raise ConfigurationError(
                 "--ec-consumer-zmq-addrs: pushed embeddings work only where prefill and decode run together"
             )
-        if split and settings.nodes:
-            raise ConfigurationError("--nodes are Hybrid nodes, which can't be used beside separate prefill and decode")
+        if split and settings.nodes and not settings.prefill_fallback:
+            raise ConfigurationError(
+                "--nodes are Hybrid nodes, which can't be used beside separate prefill and decode "
+                "but with --prefill-fallback"
+            )
         static = [
             *settings.nodes,
             *settings.encode_servers_urls,

@@ -22,11 +22,12 @@ _ERRORS = {
     "403": "The key is not an admin key.",
     "404": "Not known here.",
     "413": "The body is too large.",
-    "501": "Not built in this version.",
     "502": "An engine can't be reached, broke off, or refused.",
     "503": "No node can serve this, Redis is away, or the worker stops. Carries Retry-After.",
     "504": "An engine was too slow, or did not answer.",
 }
+
+_PAIR = "By pair, as `<prefill URL>|<decode URL>`."
 
 _ANSWERED_BY_ENGINE = (
     "Forwarded byte for byte to a node that has the model. Statuses and bodies of the engine pass unchanged. "
@@ -46,6 +47,7 @@ def document() -> Schema:
         "tags": [
             {"name": "OpenAI", "description": "What clients call."},
             {"name": "Nodes", "description": "Node management, as LMDeploy's proxy has it, and more."},
+            {"name": "Links", "description": "LMDeploy's DistServe: links between prefill and decode nodes."},
             {"name": "Health", "description": "For load balancers and people; open to everybody."},
         ],
         "paths": {
@@ -61,8 +63,9 @@ def document() -> Schema:
             "/nodes/terminate_all": {"get": _nodes_terminate_all()},
             "/start_profile": {"post": _profile("Begin profiling on every node of every role", "startProfile")},
             "/stop_profile": {"post": _profile("End profiling on every node of every role", "stopProfile")},
-            "/distserve/connection_warmup": {"post": _distserve("Connect all prefill and decode nodes", "warmUp")},
-            "/distserve/gc": {"post": _distserve("Collect unused connections", "collect")},
+            "/distserve/connection_warmup": {"post": _warm_up()},
+            "/distserve/gc": {"post": _collect()},
+            "/distserve/links": {"get": _links()},
             "/health": {"get": _health()},
             "/ready": {"get": _ready()},
             "/": {"get": _page()},
@@ -184,7 +187,7 @@ def _forwarded(summary: str, identifier: str, **more: Any) -> Schema:
         summary,
         identifier,
         ok=_answer("The engine's answer, or its stream of events.", engine),
-        errors=("400", "401", "404", "413", "501", "502", "503", "504"),
+        errors=("400", "401", "404", "413", "502", "503", "504"),
         description=_ANSWERED_BY_ENGINE,
         security=_CLIENT,
         requestBody={"required": True, "content": content},
@@ -239,9 +242,9 @@ def _nodes_add() -> Schema:
         ok=_answer("It is registered, and pending until its first good probe.", _literal("Added successfully")),
         errors=("400", "401", "403", "413", "503", "504"),
         description="With `status.models` the engine is not called: it may register before it listens. Without, it is "
-        "asked for its models. An update never touches running counts; a role or speed that is not given stays. "
-        "A role that the deployment can't use (Prefill where every node does both, Hybrid where prefill and decode "
-        "are separate) is refused with the reason.",
+        "asked for its models. An update never touches running counts; a role, speed or bootstrap port that is not "
+        "given stays. A role that the deployment can't use (Prefill where every node does both, Hybrid where prefill "
+        "and decode are separate) is refused with the reason.",
         security=_ADMIN,
         requestBody={"required": True, "content": _json(_ref("NodeRegistration"))},
     )
@@ -326,8 +329,82 @@ def _profile(summary: str, identifier: str) -> Schema:
     )
 
 
-def _distserve(summary: str, identifier: str) -> Schema:
-    return _operation("Nodes", summary, identifier, ok={}, errors=("401", "403", "501"), security=_ADMIN)
+# --- links between LMDeploy's prefill and decode engines ----------------------------------------------
+
+_UNLINKED = "400 where prefill and decode are not separate, or hand the cache over without links."
+
+
+def _warm_up() -> Schema:
+    return _operation(
+        "Links",
+        "Link every prefill node with every decode node of the same model",
+        "warmUp",
+        ok=_answer(
+            "All pairs have been tried; `SUCCESS` is false where one failed, and each says why.",
+            _json(
+                _object(
+                    ("SUCCESS", "links"),
+                    SUCCESS={"type": "boolean"},
+                    links={"type": "object", "additionalProperties": _ref("LinkResult"), "description": _PAIR},
+                )
+            ),
+        ),
+        errors=("400", "401", "403", "503"),
+        description="Links that stand are kept; a request needs no warm-up, it links by itself. Answered when "
+        f"the last pair is linked or has failed (--link-timeout-s). {_UNLINKED}",
+        security=_ADMIN,
+    )
+
+
+def _collect() -> Schema:
+    sessions: Schema = {"type": "array", "items": _ref("Session")}
+    return _operation(
+        "Links",
+        "Free caches that prefill nodes have kept for longer than --gc-age-s",
+        "collect",
+        ok=_answer(
+            "What was freed, what could not be freed, and how many are under migration still.",
+            _json(
+                _object(
+                    ("freed", "failed", "kept"),
+                    freed=sessions,
+                    failed=sessions,
+                    kept={"type": "integer", "minimum": 0},
+                )
+            ),
+        ),
+        errors=("400", "401", "403", "503"),
+        description=f"What a worker that died has left is freed without this. {_UNLINKED}",
+        security=_ADMIN,
+    )
+
+
+def _links() -> Schema:
+    return _operation(
+        "Links",
+        "Every link, and the counters of split serving, over all workers",
+        "links",
+        ok=_answer(
+            "The table.",
+            _json(
+                _object(
+                    ("links", "sessions", "counts"),
+                    links={"type": "object", "additionalProperties": _ref("Link"), "description": _PAIR},
+                    sessions={"type": "integer", "minimum": 0, "description": "Caches under migration now."},
+                    counts={
+                        "type": "object",
+                        "additionalProperties": {"type": "integer", "minimum": 0},
+                        "description": "links_made, links_failed, sessions_freed, sessions_lost, missing_params, "
+                        "prefill_fallback: how often; no entry for never.",
+                    },
+                )
+            ),
+        ),
+        errors=("400", "401", "403", "503"),
+        description="400 where prefill and decode are not separate. Without links (--pd-protocol nixl, mooncake, "
+        "sglang) the table is empty and the counters count.",
+        security=_ADMIN,
+    )
 
 
 # --- health and pages -------------------------------------------------------------------------------
@@ -429,6 +506,22 @@ def _schemas() -> Schema:
             model={"type": "string", "minLength": 1, "description": "Decides to which nodes the request may go."},
             stream={"description": "true for a stream of events; read by the engine."},
         ),
+        "LinkResult": _object(
+            ("state", "error"), state={"type": "string", "enum": ["connected", "failed"]}, error=perhaps_text
+        ),
+        "Link": _object(
+            ("state", "owner", "since_ms", "took_ms", "error"),
+            state={
+                "type": "string",
+                "enum": ["connecting", "connected", "failed", "undoing", "void"],
+                "description": "void: of engines that have restarted since; the next request links them anew.",
+            },
+            owner={"type": "string", "description": "The worker that made it, or is at it."},
+            since_ms=instant,
+            took_ms={"type": "integer", "nullable": True, "description": "Milliseconds until it stood or failed."},
+            error=perhaps_text,
+        ),
+        "Session": _object(("prefill", "session"), prefill=text, session={"type": "integer"}),
         "ProfileAnswer": _object(
             ("role", "status", "answer"),
             role={"type": "string", "enum": [role.name for role in Role]},
@@ -450,6 +543,13 @@ def _schemas() -> Schema:
                         "type": "number",
                         "description": "Greater than 0, any unit, the same for all nodes; -1 counts as not given.",
                     },
+                    bootstrap_port={
+                        "type": "integer",
+                        "minimum": 1,
+                        "maximum": 65535,
+                        "nullable": True,
+                        "description": "mooncake, sglang: of a prefill node's bootstrap server; else --bootstrap-port.",
+                    },
                 ),
                 "nullable": True,
             },
@@ -470,6 +570,15 @@ def _schemas() -> Schema:
             state={"type": "string", "enum": [state.value for state in State]},
             reason={"type": "string", "description": "Why it is in this state."},
             role_name={"type": "string", "enum": [role.name for role in Role]},
+            bootstrap_port={"type": "integer", "nullable": True, "description": "null: --bootstrap-port."},
+            stages={
+                "type": "object",
+                "additionalProperties": _object(
+                    ("mean_s", "count"), mean_s={"type": "number"}, count={"type": "integer", "minimum": 1}
+                ),
+                "description": "What requests that are split took at this node: link, prefill, handover, decode (to "
+                "its first token). Seconds, the mean over all workers, and how many there were.",
+            },
             static={"type": "boolean", "description": "Named by a setting such as --nodes: never forgotten."},
             registered_at_ms=instant,
             state_since_ms=instant,

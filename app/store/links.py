@@ -23,7 +23,8 @@ class Link(msgspec.Struct, omit_defaults=True):
     """A record. `lives` names the lives of both nodes; a link of other lives is void.
 
     state: connecting or undoing, until `until_ms` (Redis's clock); connected; or failed, and not tried again
-    until `until_ms`. `identity`: of the two engines when they were linked.
+    until `until_ms`. `identity`: of the two engines when they were linked; `error`, `blame`: why the last try
+    failed, and at whose URL; `failures`: in a row.
     """
 
     state: str
@@ -34,6 +35,8 @@ class Link(msgspec.Struct, omit_defaults=True):
     owner: str = ""
     took_ms: int = 0
     error: str = ""
+    blame: str = ""
+    failures: int = 0
     identity: str = ""
 
 
@@ -77,7 +80,8 @@ class LinkTable:
     async def claim(self, pair: str, lives: str, version: int, *, wait_s: float) -> Claim:
         """Learn whether `pair` is linked, or take it upon this worker to link it within `wait_s`."""
         arguments = [pair, self._worker, lives, version, round(wait_s * 1000)]
-        code, text = await self._run("claim_link", [self._keys.links, self._keys.workers], arguments)
+        names = [self._keys.links, self._keys.workers, self._keys.version]
+        code, text = await self._run("claim_link", names, arguments)
         return Claim(Code(code), text, read_link(text))
 
     async def settle(self, pair: str, seen: str, link: Link) -> bool:

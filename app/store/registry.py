@@ -365,7 +365,7 @@ class Registry:
         node = self.snapshot.nodes.get(url)
         if node is not None:
             fields = {"life": str(self.snapshot.version + 1)}
-            await self._set_state(url, node.state, incarnation=str(node.incarnation), fields=fields)
+            await self._set_state(url, None, incarnation=str(node.incarnation), fields=fields)
 
     def refused(self, url: str) -> None:
         """Real traffic was refused: proof that nobody listens there. Says so in the background."""
@@ -386,7 +386,7 @@ class Registry:
     async def _set_state(
         self,
         url: str,
-        state: State,
+        state: State | None,
         *,
         incarnation: str = "",
         drain_ms: int | None = None,
@@ -394,7 +394,13 @@ class Registry:
     ) -> Code:
         keys = self._keys
         names = (keys.nodes, keys.node(url), keys.version)
-        arguments = [url, incarnation, state.value, "" if drain_ms is None else str(drain_ms), *_flat(fields or {})]
+        arguments = [
+            url,
+            incarnation,
+            state.value if state else "",
+            "" if drain_ms is None else str(drain_ms),
+            *_flat(fields or {}),
+        ]
         return await self._change("state", url, "set_node_state", names, arguments)
 
     async def _change(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -38,7 +39,12 @@ class Acquirer:
         self.client.script_load(script.text)
 
     def acquire(self, candidates: list[Candidate], draws: tuple[float, float]) -> Any:
+        return self.acquire_each((candidates,), draws)
+
+    def acquire_each(self, pools: Sequence[list[Candidate]], draws: Sequence[float]) -> Any:
+        """One node of each pool, by two draws each; nodes are numbered through all pools."""
         keys = self.keys
+        candidates = [candidate for pool in pools for candidate in pool]
         self.clear()
         with self.client.pipeline(transaction=False) as pipe:
             pipe.hset(keys.sessions, "w", "5")
@@ -53,8 +59,12 @@ class Acquirer:
                     pipe.hset(keys.explored, url, candidate.explored)
             pipe.execute()
         names = (keys.unfinished, keys.ledger("w"), keys.sessions, keys.version, keys.latency_mean, keys.explored)
-        pool = [part for i, candidate in enumerate(candidates) for part in (f"http://n{i}", repr(candidate.speed))]
-        command = self.script.evalsha(names, ("w", 5, "3", len(candidates), *map(repr, draws), *pool))
+        arguments: list[str | int] = []
+        numbers = itertools.count()
+        for n, pool in enumerate(pools):
+            arguments += [len(pool), *map(repr, draws[2 * n : 2 * n + 2])]
+            arguments += [part for one in pool for part in (f"http://n{next(numbers)}", repr(one.speed))]
+        command = self.script.evalsha(names, ("w", 5, "3", *arguments))
         return self.client.execute_command(*command)
 
     def counts(self, name: str) -> dict[str, int]:
@@ -113,3 +123,43 @@ def test_a_fleet_larger_than_one_batch_of_500(acquirer: Acquirer, policy: str, l
     check_twins(acquirer, policy, candidates, (0.999, 0.5))
     if policy != "random":
         assert acquirer.counts(acquirer.keys.ledger("w")) == {f"http://n{best}": 1}
+
+
+# --- two pools, as for prefill and decode ---------------------------------------------------------
+
+POOL = st.lists(st.builds(Candidate, SPEEDS, COUNTS, MEANS, st.integers(0, 2)), min_size=1, max_size=4)
+
+
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(pools=st.tuples(POOL, POOL), draws=st.tuples(DRAW, DRAW, DRAW, DRAW))
+def test_of_two_pools_lua_and_python_choose_alike_each_by_its_own_draws(
+    acquirer: Acquirer,
+    policy: str,
+    pools: tuple[list[Candidate], list[Candidate]],
+    draws: tuple[float, float, float, float],
+) -> None:
+    first, second = pools
+    chosen = [POLICIES[policy](first, draws[:2]), POLICIES[policy](second, draws[2:])]
+    urls = [f"http://n{chosen[0][0]}", f"http://n{len(first) + chosen[1][0]}"]
+    # The nodes of the second pool are numbered on from those of the first.
+    assert acquirer.acquire_each(pools, draws) == [0, 3, chosen[0][0] + 1, chosen[1][0] + 1]
+    assert acquirer.counts(acquirer.keys.ledger("w")) == dict.fromkeys(urls, 1)
+    before = {f"http://n{i}": candidate for i, candidate in enumerate([*first, *second])}
+    after = {url: candidate.unfinished + (url in urls) for url, candidate in before.items()}
+    assert acquirer.counts(acquirer.keys.unfinished) == {url: n for url, n in after.items() if n}
+    tries = {url: candidate.explored for url, candidate in before.items()}
+    for url, (_, exploring) in zip(urls, chosen, strict=True):
+        tries[url] += exploring
+    assert acquirer.counts(acquirer.keys.explored) == {url: n for url, n in tries.items() if n}
+
+
+@pytest.mark.parametrize("sizes", [(1, 1203), (1203, 1), (501, 500)])
+def test_two_pools_larger_than_one_batch_of_500(acquirer: Acquirer, policy: str, sizes: tuple[int, int]) -> None:
+    pools = [[Candidate(1.0, 2, 0.5) for _ in range(size)] for size in sizes]
+    for pool in pools:
+        pool[-1] = Candidate(1e9, 1, 0.25)
+    code, version, *indices = acquirer.acquire_each((pools[0], pools[1]), (0.5, 0.5, 0.5, 0.5))
+    # The last is the fastest, the least busy and so much faster that nearly every draw is its own.
+    assert (code, version, indices) == (0, 3, list(sizes))

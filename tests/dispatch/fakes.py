@@ -11,10 +11,15 @@ from typing import Any
 
 from app.balancing import ENCODER_POLICIES, Encoder
 from app.dispatch.answer import Answer, EngineRequest, Whole
+from app.dispatch.caller import Leg
+from app.dispatch.handover.nixl import Nixl
+from app.dispatch.handover.protocol import Protocol
+from app.dispatch.prefill_decode import PrefillDecode, SplitRules
 from app.errors import EngineRefused, Headers
 from app.nodes import Node, Role, State
 from app.store.ledger import Select, Ticket
 from app.store.snapshot import Snapshot
+from app.upstream.transport import Timeouts
 
 Json = dict[str, Any]
 MODEL = "m"
@@ -66,6 +71,12 @@ class FakeLedger:
             await self.waits()
         return self._ticket(min(select(self._registry.snapshot).urls, key=lambda url: self.counts[url]))
 
+    async def acquire_each(self, *selects: Select) -> list[Ticket]:
+        if self.waits is not None:
+            await self.waits()
+        pools = [select(self._registry.snapshot) for select in selects]
+        return [self._ticket(min(pool.urls, key=lambda url: self.counts[url])) for pool in pools]
+
     async def acquire_encoders(self, select: Select, items: int) -> list[Ticket]:
         if self.waits is not None:
             await self.waits()
@@ -90,6 +101,21 @@ class FakeLedger:
         return {url: count for url, count in self.counts.items() if count}
 
 
+class FakeFigures:
+    """Counts in memory: what happened how often, and which stages took place at which node."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.stages: list[tuple[str, str]] = []
+
+    def count(self, what: str) -> None:
+        self.counts[what] += 1
+
+    def took(self, url: str, stage: str, seconds: float) -> None:
+        assert seconds >= 0
+        self.stages.append((stage, url))
+
+
 class FakeResponse:
     """An engine's answer that has a status; `closed` once somebody is done with it."""
 
@@ -112,6 +138,7 @@ class Call:
 
     url: str
     request: EngineRequest = field(repr=False)
+    leg: Leg = Leg.WHOLE
     cancelled: bool = False
 
     @property
@@ -149,19 +176,21 @@ class FakeCaller:
         self.most = 0
         self.responses: list[FakeResponse] = []
         self.limits: dict[str, int] = {}
+        self.timeouts = Timeouts(0, 0, 0, 0)
+        self.kind = b"application/json"  # of answers that are read as they come
 
-    async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int) -> Whole:
+    async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int, leg: Leg = Leg.WHOLE) -> Whole:
         self.limits[url] = limit_bytes
-        status, body = await self._answer(url, request)
+        status, body = await self._answer(url, request, leg)
         return Whole(url, status, [(b"content-type", b"application/json"), (b"x-engine", b"yes")], body)
 
-    async def send(self, url: str, request: EngineRequest) -> FakeResponse:
-        status, body = await self._answer(url, request)
-        self.responses.append(FakeResponse(status, body))
+    async def send(self, url: str, request: EngineRequest, leg: Leg = Leg.WHOLE) -> FakeResponse:
+        status, body = await self._answer(url, request, leg)
+        self.responses.append(FakeResponse(status, body, [(b"content-type", self.kind)]))
         return self.responses[-1]
 
-    async def _answer(self, url: str, request: EngineRequest) -> tuple[int, bytes]:
-        call = Call(url, request)
+    async def _answer(self, url: str, request: EngineRequest, leg: Leg) -> tuple[int, bytes]:
+        call = Call(url, request, leg)
         nth = sum(other.url == url for other in self.calls)
         self.calls.append(call)
         self.running[url] += 1
@@ -265,6 +294,9 @@ class FakeTaker:
         self.sent: list[EngineRequest] = []
         self.responses: list[FakeResponse] = []
 
+    async def open(self, request: EngineRequest) -> Answer:
+        return await (await self.take(request.model)).send(request)
+
     async def take(self, model: str, *, only: str | None = None) -> FakeHeld:
         return self._take(self._urls, only)
 
@@ -279,3 +311,20 @@ class FakeTaker:
     @property
     def bodies(self) -> list[Json]:
         return [json.loads(request.body) for request in self.sent]
+
+
+def split_by(
+    registry: FakeRegistry,
+    ledger: FakeLedger,
+    caller: FakeCaller,
+    figures: FakeFigures,
+    protocol: Protocol | None = None,
+    *,
+    fallback: bool = False,
+    dummy: int | None = None,
+) -> PrefillDecode:
+    """The use case of split serving among fakes, by NIXL if nothing else is said."""
+    parts: Any = {"caller": caller, "figures": figures}
+    store: Any = {"registry": registry, "ledger": ledger}
+    protocol = protocol or Nixl(**parts, lease_s=30, recompute=True)
+    return PrefillDecode(**parts, **store, protocol=protocol, rules=SplitRules(fallback=fallback, dummy=dummy))

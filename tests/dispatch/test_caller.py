@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.dispatch.answer import EngineRequest, Whole
-from app.dispatch.caller import AnswerTooLong, Caller
+from app.dispatch.caller import AnswerTooLong, Caller, Leg
 from app.errors import EngineBroke, EngineRefused, EngineUnreachable, Headers
 from app.nodes import Node, Role
 from app.upstream.transport import Target, Timeouts
@@ -147,6 +147,25 @@ async def test_a_cancelled_fetch_closes_the_answer() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert response.closed == 1
+
+
+async def test_each_leg_has_time_limits_of_its_own() -> None:
+    transport: Any = FakeTransport()
+    given: list[Timeouts] = []
+
+    async def send(*arguments: Any) -> FakeResponse:
+        given.append(arguments[-1])
+        return FakeResponse()
+
+    transport.send = send
+    registry: Any = FakeRegistry(Node(D0))
+    caller = Caller(registry=registry, transport=transport, timeouts=TIMEOUTS, engine_key=None, prefill_s=9)
+    for leg in (Leg.WHOLE, Leg.PREFILL, Leg.BESIDE_PREFILL):
+        await caller.send(D0, REQUEST, leg)
+        await caller.fetch(D0, REQUEST, limit_bytes=10, leg=leg)
+    # Beside prefill nobody knows when decode's first byte is due; prefill's limit is one for its whole answer.
+    whole, prefill, beside = TIMEOUTS, Timeouts(1, 9, 9, 9), Timeouts(1, 0, 3, 4)
+    assert given == [whole, whole, prefill, prefill, beside, beside]
 
 
 async def test_addresses_are_kept_for_a_bounded_number_of_nodes() -> None:

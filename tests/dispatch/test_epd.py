@@ -19,7 +19,6 @@ from app.dispatch.consumers import Consumers
 from app.dispatch.epd import PATH, Epd, EpdRules
 from app.dispatch.hybrid import Hybrid
 from app.dispatch.media import ReportError
-from app.dispatch.prefill_decode import PrefillDecode
 from app.errors import (
     BadRequest,
     EngineBroke,
@@ -45,6 +44,7 @@ from tests.dispatch.fakes import (
     PARAMS,
     Call,
     FakeCaller,
+    FakeFigures,
     FakeLedger,
     FakeRegistry,
     FakeTaker,
@@ -52,6 +52,7 @@ from tests.dispatch.fakes import (
     hangs,
     nodes_of,
     refuses,
+    split_by,
 )
 from tests.dispatch.test_media import Json, audio, body_of, image, sha, sound, text, video
 
@@ -110,7 +111,7 @@ def hybrid(world: World) -> Taker:
 
 
 def prefill_decode(world: World) -> Taker:
-    return PrefillDecode(**world._parts)
+    return split_by(world.registry, world.ledger, world.caller, FakeFigures())
 
 
 def parts_of(body: Json) -> list[Json]:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from app.dispatch.epd import Epd
+from app.dispatch.handover.lmdeploy import Lmdeploy
+from app.dispatch.handover.mooncake import Mooncake
+from app.dispatch.handover.nixl import Nixl
+from app.dispatch.handover.sglang import Sglang
 from app.dispatch.hybrid import Hybrid
 from app.dispatch.prefill_decode import PrefillDecode
 from app.dispatch.topology import Topology
 from app.errors import BadRequest, ConfigurationError
-from app.main import dispatcher, static_nodes
+from app.main import Split, dispatcher, static_nodes
 from app.nodes import Role
 from app.settings import Settings
+from app.store.keys import Keys
+from app.store.scripts import load_scripts
 
 E, P, D, H = ("http://e:1",), ("http://p:1",), ("http://d:1",), ("http://h:1",)
 NIXL = {"serving_strategy": "DistServe", "pd_protocol": "nixl"}
@@ -90,7 +97,7 @@ ACCEPTED = [
         True,
         "lmdeploy",
         False,
-        "PDE",
+        "PD",
         [{"P"}, {"D"}],
     ),
     (
@@ -108,8 +115,46 @@ ACCEPTED = [
         True,
         "lmdeploy",
         False,
-        "PDE",
+        "PD",
         [{"P"}, {"D"}],
+    ),
+    (
+        "LMDeploy's nodes, named",
+        {"prefill_servers_urls": P, "decode_servers_urls": D, "pd_protocol": "lmdeploy"},
+        True,
+        "lmdeploy",
+        False,
+        "PD",
+        [{"P"}, {"D"}],
+    ),
+    (
+        "LMDeploy's decode nodes alone, told that prefill took place",
+        {"serving_strategy": "DistServe", "dummy_prefill": True},
+        True,
+        "lmdeploy",
+        False,
+        "PD",
+        [{"D"}],
+    ),
+    (
+        "P + D, Hybrid nodes as fallback",
+        {**NIXL, "nodes": H, "prefill_fallback": True},
+        True,
+        "nixl",
+        False,
+        "HPDE",
+        [{"H", "D"}],
+    ),
+    ("NIXL has no dummy", {**NIXL, "dummy_prefill": True}, True, "nixl", False, "PDE", [{"P"}, {"D"}]),
+    ("SGLang", {**NIXL, "pd_protocol": "sglang"}, True, "sglang", False, "PD", [{"P"}, {"D"}]),
+    (
+        "E + P + D, handed over by Mooncake",
+        {**NIXL, "pd_protocol": "mooncake", "encode_servers_urls": E},
+        True,
+        "mooncake",
+        True,
+        "PDE",
+        [{"P"}, {"D"}, {"E"}],
     ),
     (
         "a Mooncake consumer",
@@ -139,12 +184,14 @@ def test_r78_topologies_that_work(
         if letter in may:
             topology.check(role)
         else:
-            with pytest.raises(BadRequest, match=f"A {role.name} node can't be used while") as caught:
+            with pytest.raises(BadRequest, match=f"An? {role.name} node can't be used w") as caught:
                 topology.check(role)
             assert caught.value.param == "status.role"
             # The reason names the setting that decides, and what may be registered instead.
-            assert "--serving-strategy" in caught.value.message
-            assert all(LETTERS[other].name in caught.value.message for other in may)
+            by_protocol = split and role is Role.Encode
+            assert ("--pd-protocol" if by_protocol else "--serving-strategy") in caught.value.message
+            allowed = caught.value.message.partition("; allowed are ")[2]
+            assert {name[0] for name in allowed.split(", ")} == set(may)
 
 
 @pytest.mark.parametrize(
@@ -168,12 +215,12 @@ def test_r78_topologies_that_work(
         ),
         ({"decode_servers_urls": D, "ec_consumer_dp_size": 2}, "--ec-consumer-dp-size is for --ec-consumer-zmq-addrs"),
         (
-            {"prefill_servers_urls": P, "decode_servers_urls": D, "pd_protocol": "lmdeploy"},
-            "--pd-protocol lmdeploy can't be used with",
+            {"serving_strategy": "DistServe", "encode_servers_urls": E, "pd_protocol": "lmdeploy"},
+            "--pd-protocol lmdeploy can't be used with --encode-servers-urls",
         ),
         (
-            {"serving_strategy": "DistServe", "encode_servers_urls": E, "pd_protocol": "lmdeploy"},
-            "--pd-protocol lmdeploy can't be used with",
+            {"serving_strategy": "DistServe", "encode_servers_urls": E, "pd_protocol": "sglang"},
+            "--pd-protocol sglang can't be used with --encode-servers-urls",
         ),
         ({"encode_servers_urls": E, "decode_servers_urls": E}, "http://e:1 is named twice"),
         ({"encode_servers_urls": E, "nodes": E}, "http://e:1 is named twice"),
@@ -195,22 +242,43 @@ def test_a_wrong_number_of_consumers_is_refused_at_the_start_too() -> None:
         encode_servers_urls=E, decode_servers_urls=D, ec_consumer_zmq_addrs=("tcp://d:2",), ec_consumer_dp_size=2
     )
     with pytest.raises(ConfigurationError, match="--ec-consumer-zmq-addrs"):
-        dispatcher(settings, registry=None, ledger=None, caller=None)  # type: ignore[arg-type]
+        made_by(settings)
+
+
+def made_by(settings: Settings) -> Any:
+    """The use case that these settings are served by; nothing behind it is called."""
+    nothing: Any = {"registry": None, "ledger": SimpleNamespace(on_told_again=[])}
+    split = Split(
+        settings,
+        **nothing,
+        keys=Keys("n"),
+        scripts=load_scripts(),
+        engines=None,
+        worker="w",
+        linked=False,  # type: ignore[arg-type]
+    )
+    return dispatcher(settings, **nothing, caller=None, split=split)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("flags", "outer", "inner"),
+    ("flags", "inner", "protocol"),
     [
-        ({}, Epd, Hybrid),
-        ({"encode_servers_urls": E, "decode_servers_urls": D}, Epd, Hybrid),
-        ({"encode_servers_urls": E, "prefill_servers_urls": P, "decode_servers_urls": D}, Epd, PrefillDecode),
-        ({"prefill_servers_urls": P, "decode_servers_urls": D}, Epd, PrefillDecode),
-        (NIXL, Epd, PrefillDecode),
+        ({}, Hybrid, None),
+        ({"encode_servers_urls": E, "decode_servers_urls": D}, Hybrid, None),
+        ({"encode_servers_urls": E, "prefill_servers_urls": P, "decode_servers_urls": D}, PrefillDecode, Nixl),
+        ({"prefill_servers_urls": P, "decode_servers_urls": D}, PrefillDecode, Nixl),
+        (NIXL, PrefillDecode, Nixl),
+        ({"serving_strategy": "DistServe"}, PrefillDecode, Lmdeploy),
+        ({**NIXL, "pd_protocol": "lmdeploy"}, PrefillDecode, Lmdeploy),
+        ({**NIXL, "pd_protocol": "mooncake"}, PrefillDecode, Mooncake),
+        ({**NIXL, "pd_protocol": "sglang"}, PrefillDecode, Sglang),
     ],
 )
-def test_the_use_case_follows_the_topology(flags: dict[str, Any], outer: type, inner: type) -> None:
-    made: Any = dispatcher(settings_of(**flags), registry=None, ledger=None, caller=None)  # type: ignore[arg-type]
-    assert (type(made), type(made._inner)) == (outer, inner)
+def test_the_use_case_follows_the_topology(flags: dict[str, Any], inner: type, protocol: type | None) -> None:
+    made = made_by(settings_of(**flags))
+    assert (type(made), type(made._inner)) == (Epd, inner)
+    if protocol is not None:
+        assert type(made._inner._protocol) is protocol
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ class FakeRegistry:
         self.calls: list[tuple[Any, ...]] = []
         self.unfinished: dict[str, int] = {}
         self.latency_s: dict[str, list[float]] = {}
+        self.stages: dict[str, dict[str, dict[str, float]]] = {}
         self.trouble: Exception | None = None
 
     def _write(self, nodes: dict[str, Node], keys: dict[str, str]) -> None:
@@ -128,10 +129,11 @@ class FakeRegistry:
         key: str | None,
         asked: bool = False,
         static: bool = False,
+        bootstrap_port: int | None = None,
     ) -> None:
         self._check()
         self.calls.append(("add", url, role, models, speed, key, asked))
-        node = Node(url, role=role, models=models, speed=speed, asked=asked)
+        node = Node(url, role=role, models=models, speed=speed, asked=asked, bootstrap_port=bootstrap_port)
         keys = dict(self.snapshot.engine_keys) | ({url: key} if key else {})
         self._write({**self.snapshot.nodes, url: node}, keys)
 
@@ -158,9 +160,33 @@ class FakeRegistry:
     async def status(self) -> dict[str, NodeStatus]:
         self._check()
         return {
-            url: NodeStatus(node, self.unfinished.get(url, 0), self.latency_s.get(url, []))
+            url: NodeStatus(node, self.unfinished.get(url, 0), self.latency_s.get(url, []), self.stages.get(url, {}))
             for url, node in self.snapshot.nodes.items()
         }
+
+
+class FakeLinks:
+    """What `/distserve/*` asks; `trouble` is raised by all of it."""
+
+    def __init__(self, trouble: Exception | None = None) -> None:
+        self.calls: list[str] = []
+        self.trouble = trouble
+
+    async def warm_up(self) -> dict[str, Any]:
+        return self._answer("warm_up", {"SUCCESS": False, "links": {"a|b": {"state": "failed", "error": "why"}}})
+
+    async def collect(self) -> dict[str, Any]:
+        return self._answer("collect", {"freed": [], "failed": [], "kept": 2})
+
+    async def table(self) -> dict[str, Any]:
+        link = {"state": "void", "owner": "w1", "since_ms": 1, "took_ms": None, "error": None}
+        return self._answer("table", {"links": {"a|b": link}, "sessions": 3, "counts": {"links_made": 1}})
+
+    def _answer(self, call: str, answer: dict[str, Any]) -> dict[str, Any]:
+        self.calls.append(call)
+        if self.trouble is not None:
+            raise self.trouble
+        return answer
 
 
 class FakeEngines:
@@ -203,7 +229,9 @@ def _default_settings() -> Settings:
 class World:
     """One HTTP face with fakes behind it."""
 
-    def __init__(self, *script: Any, nodes: Sequence[Node] = (), **settings: Any) -> None:
+    def __init__(
+        self, *script: Any, nodes: Sequence[Node] = (), links: FakeLinks | None = None, **settings: Any
+    ) -> None:
         for name in ("api_keys", "admin_keys"):
             if name in settings:
                 settings[name] = tuple(SecretStr(key) for key in settings[name])
@@ -218,6 +246,7 @@ class World:
             dispatcher=self.hybrid,  # type: ignore[arg-type]
             engine_client=self.engines,
             store_ok=lambda: self.store_trouble,
+            links=links,
         )
 
     async def ask(self, method: str, path: str, body: bytes | Iterable[bytes] = b"", **more: Any) -> Reply:

@@ -10,7 +10,7 @@ from pydantic import SecretStr
 
 from app.errors import EngineRefused, StoreUnavailable, UpstreamError
 from app.nodes import Node, Role, State
-from tests.http.fakes import Reply, World
+from tests.http.fakes import FakeLinks, Reply, World
 
 A, B, C = "http://10.0.0.1:23333", "http://10.0.0.2:23333", "http://10.0.0.3:23333"
 
@@ -51,6 +51,15 @@ async def test_status_hides_gone_nodes_unless_asked() -> None:
     shown = (await world.ask("GET", "/nodes/status?all=1")).json()
     assert list(shown) == [A, B] and shown[B]["reason"] == "down for 90 s"
     assert_400(await world.ask("GET", "/nodes/status?all=perhaps"), "all")
+
+
+async def test_status_has_the_stages_of_split_requests_and_the_bootstrap_port() -> None:
+    world = World(nodes=[node(role=Role.Prefill, bootstrap_port=9001), node(B, role=Role.Decode, order=1)])
+    stages = {"prefill": {"mean_s": 0.25, "count": 4}}
+    world.registry.stages = {A: stages}
+    body = (await world.ask("GET", "/nodes/status")).json()
+    assert (body[A]["bootstrap_port"], body[A]["stages"]) == (9001, stages)
+    assert (body[B]["bootstrap_port"], body[B]["stages"]) == (None, {})
 
 
 async def test_status_without_nodes_is_an_empty_object() -> None:
@@ -153,6 +162,10 @@ async def test_an_address_that_can_not_be_reached_or_means_two_is_a_400_and_nobo
         ({"url": A, "status": {"models": ["m"], "speed": float("nan")}}, "status.speed"),
         ({"url": A, "status": {"models": ["m"], "speed": float("inf")}}, "status.speed"),
         ({"url": A, "status": {"models": ["m"], "speed": 10**400}}, "status.speed"),
+        *(
+            ({"url": A, "status": {"models": ["m"], "bootstrap_port": port}}, "status.bootstrap_port")
+            for port in (0, -1, 65536, "8998", 8998.0, True, [], {})
+        ),
         ({"url": A, "status": {"models": ["m"]}, "key": 7}, "key"),
         ({"url": A, "status": {"models": ["m"]}, "key": "a\r\nb"}, "key"),
         ({"url": A, "status": {"models": ["m"]}, "key": "a b"}, "key"),
@@ -222,6 +235,20 @@ async def test_a_second_add_keeps_role_and_speed_that_it_does_not_give() -> None
         (Role.Decode, ("n",), 8.0),
         (Role.Hybrid, ("n",), 2.0),
     ]
+
+
+async def test_the_bootstrap_port_is_registered_and_kept_until_another_is_given() -> None:
+    world = World(serving_strategy="DistServe", pd_protocol="sglang")
+    status: dict[str, Any] = {"role": "Prefill", "models": ["m"]}
+    for given, stands in ((None, None), (1, 1), (65535, 65535), (None, 65535)):
+        more = {} if given is None else {"bootstrap_port": given}
+        reply = await world.json("POST", "/nodes/add", {"url": A, "status": status | more})
+        assert reply.status == 200
+        assert world.registry.snapshot.nodes[A].bootstrap_port == stands
+    await world.json("POST", "/nodes/add", {"url": A, "status": status | {"bootstrap_port": None}})
+    assert world.registry.snapshot.nodes[A].bootstrap_port == 65535
+    await world.json("POST", "/nodes/add", {"url": A})
+    assert world.registry.snapshot.nodes[A].bootstrap_port == 65535
 
 
 async def test_a_second_add_without_status_keeps_all_and_asks_nobody() -> None:
@@ -346,12 +373,6 @@ async def test_head_terminates_nobody() -> None:
     assert not world.engines.calls
 
 
-async def test_distserve_routes_are_not_built() -> None:
-    for path in ("/distserve/connection_warmup", "/distserve/gc"):
-        reply = await World().ask("POST", path)
-        assert (reply.status, reply.error["code"]) == (501, "not_implemented")
-
-
 # --- who may ----------------------------------------------------------------------------------------
 
 ADMIN_ROUTES = [
@@ -362,6 +383,7 @@ ADMIN_ROUTES = [
     ("GET", "/nodes/terminate_all"),
     ("POST", "/distserve/connection_warmup"),
     ("POST", "/distserve/gc"),
+    ("GET", "/distserve/links"),
 ]
 
 
@@ -369,7 +391,8 @@ ADMIN_ROUTES = [
 async def test_R82_every_admin_route_needs_an_admin_key(
     method: str, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = World(nodes=[node()], api_keys=["client"], admin_keys=["admin"])
+    links = FakeLinks()
+    world = World(nodes=[node()], links=links, api_keys=["client"], admin_keys=["admin"])
     body = json.dumps({"url": B, "status": {"models": ["m"]}}).encode()
     stranger = ("203.0.113.9", 1)
 
@@ -383,10 +406,10 @@ async def test_R82_every_admin_route_needs_an_admin_key(
     assert await status(None, (b"x-forwarded-for", b"127.0.0.1")) == 401
     assert await status(None, client=None) == 401
     assert await status(None, (b"sec-fetch-site", b"cross-site"), client=("127.0.0.1", 1)) == 401
-    assert not world.registry.calls and not world.engines.calls
+    assert not world.registry.calls and not world.engines.calls and not links.calls
     assert "203.0.113.9" in caplog.text and "wrong" not in caplog.text.replace("key is wrong", "")
     for allowed in (await status("admin"), await status(None, client=("127.0.0.1", 1))):
-        assert allowed in (200, 404, 501)
+        assert allowed in (200, 404)
 
 
 async def test_trusted_nodes_none_trusts_nobody() -> None:

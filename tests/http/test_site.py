@@ -20,7 +20,7 @@ from app.errors import EngineRefused
 from app.http.openapi import document
 from app.http.routes import build_app, is_proxied
 from app.nodes import Node, State
-from tests.http.fakes import Call, FakeEngines, FakeHybrid, FakeRegistry, World
+from tests.http.fakes import Call, FakeEngines, FakeHybrid, FakeLinks, FakeRegistry, World
 
 NODE = Node("http://10.0.0.1:1", models=("m",), state=State.READY)
 
@@ -210,7 +210,8 @@ schema = schemathesis.openapi.from_dict(document())
 @schema.parametrize()
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 def test_schemathesis_finds_no_500_and_no_lie(case: Any) -> None:
-    world = World(nodes=[NODE], admin_keys=["a"])
+    world = World(nodes=[NODE], links=FakeLinks(), admin_keys=["a"])
+    world.registry.stages = {NODE.url: {"prefill": {"mean_s": 0.25, "count": 4}}}
     world.engines.lists = _Anybody()
     response = case.call(base_url="http://testserver", app=world.app, headers={"Authorization": "Bearer a"})
     assert response.status_code not in (500, 401, 403)

@@ -106,6 +106,7 @@ ADMIN_CALLS: list[tuple[str, str, Any]] = [
     ("GET", "/nodes/terminate_all", None),
     ("POST", "/distserve/connection_warmup", {}),
     ("POST", "/distserve/gc", {}),
+    ("GET", "/distserve/links", None),
 ]
 
 

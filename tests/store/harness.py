@@ -13,8 +13,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Self
 
 from app.nodes import Role, State
+from app.store.handovers import Handovers
 from app.store.keys import Keys
 from app.store.ledger import Ledger, Ticket
+from app.store.links import LinkTable
+from app.store.migrations import Migrations
 from app.store.pipeline import RedisAddress
 from app.store.registry import Registry
 from app.store.scripts import load_scripts
@@ -62,6 +65,10 @@ class Worker:
             timeout_s=timeout_s,
             draws=random.Random(seed),
         )
+        shared = {"registry": self.registry, "keys": self.keys}
+        self.figures = Handovers(ledger=self.ledger, **shared)  # type: ignore[arg-type]
+        self.links = LinkTable(worker=name, **shared)  # type: ignore[arg-type]
+        self.migrations = Migrations(ledger=self.ledger, scripts=SCRIPTS, worker=name, **shared)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         return f"<Worker {self.name} {self.ledger!r} {self.registry!r}>"
@@ -82,6 +89,14 @@ class Worker:
     async def take(self, count: int = 1, model: str = MODEL) -> list[Ticket]:
         """`count` requests counted at once."""
         return list(await asyncio.gather(*(self.ledger.acquire(of(model)) for _ in range(count))))
+
+    async def leave_traces(self, prefill: str, decode: str) -> None:
+        """What split serving writes, of each kind something."""
+        await self.links.claim(f"{prefill}|{decode}", "1|2", self.registry.snapshot.version, wait_s=60)
+        self.migrations.hold(prefill, 7, decode=decode, life=1)
+        self.figures.count("links_made")
+        self.figures.took(prefill, "prefill", 0.25)
+        give_back(await self.take())  # behind the notes on the same connection
 
     async def add_ready(
         self,

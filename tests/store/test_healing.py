@@ -126,6 +126,7 @@ class Scene:
         await w1.add_ready(E1, role=Role.Encode)
         await w1.add_ready(E2, role=Role.Encode)
         await w2.registry.refresh()
+        await w1.leave_traces(A, B)
         give_back(await w1.take(1, "a"), succeeded=True)
         self.tickets = [*await w1.take(2, "a"), *await w2.take(1, "a"), *await w2.take(3, "b")]
         for worker in self.made:  # round robin, then weighted
@@ -212,7 +213,7 @@ class Scene:
 
     def others_as_before(self, damaged: str) -> None:
         """Nothing was lost but what was written over. (Versions and instants move.)"""
-        moving = ["version", "workers", "sessions", "prober", f"node:{A}"]
+        moving = ["version", "workers", "sessions", "prober", "migrations", f"node:{A}"]
         for name in KEYS:
             if name not in (damaged, *moving):
                 assert self.dump(name) == self.before[name], name

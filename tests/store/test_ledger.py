@@ -19,8 +19,10 @@ import pytest
 from app.errors import ModelNotFound, NoNodeAvailable
 from app.nodes import Role
 from app.store import ledger as ledger_module
+from app.store.ledger import Ticket
 from app.store.pipeline import Pipeline
 from app.store.registry import Registry
+from app.store.snapshot import Pool, Snapshot
 from tests.store.harness import Load, Worker, exact, give_back, ledger_of, of, totals, workers
 from tests.store.processes import worker_processes
 from tests.support.redis import Space, TcpProxy
@@ -445,3 +447,134 @@ async def test_repr_shows_the_counts_and_no_password(redis: Space) -> None:
         await joined.add_ready(A)
         await joined.take(3)
         assert repr(joined.ledger) == "<Ledger w2 shared unfinished=3 nodes=1>"
+
+
+# --- a node of each of several pools in one step --------------------------------------------------
+
+P1, P2, D1, D2 = (f"http://10.0.1.{n}:23333" for n in range(1, 5))
+
+
+def role(role: Role) -> Callable[[Snapshot], Pool]:
+    return lambda snapshot: snapshot.pool("m", role)
+
+
+async def add_pairs(worker: Worker) -> None:
+    for url, of_role in ((P1, Role.Prefill), (P2, Role.Prefill), (D1, Role.Decode), (D2, Role.Decode)):
+        await worker.add_ready(url, role=of_role)
+
+
+async def take_pair(worker: Worker) -> list[Ticket]:
+    return await worker.ledger.acquire_each(role(Role.Prefill), role(Role.Decode))
+
+
+async def test_a_pair_is_counted_in_one_step_and_each_is_released_by_itself_once(redis: Space) -> None:
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        await add_pairs(worker)
+        prefill, decode = await take_pair(worker)
+        assert {prefill.url, decode.url} in ({P1, D1}, {P1, D2}, {P2, D1}, {P2, D2})
+        assert totals(redis) == {prefill.url: 1, decode.url: 1} == ledger_of(redis, "w1") == worker.ledger.counts
+        prefill.release(succeeded=True)
+        prefill.release(succeeded=True)
+        await aeventually(lambda: totals(redis) == {decode.url: 1})
+        decode.release(succeeded=False)
+        decode.release(succeeded=True)
+        await aeventually(lambda: totals(redis) == {} == ledger_of(redis, "w1"))
+        assert redis.cli("LLEN", redis.key(f"latency:{prefill.url}")) == 1
+        assert redis.cli("LLEN", redis.key(f"latency:{decode.url}")) == 0
+
+
+async def test_r01_a_burst_of_pairs_over_four_workers_fills_both_roles_evenly_at_every_moment(redis: Space) -> None:
+    async with workers(redis, 4) as made:
+        await add_pairs(made[0])
+        samples: list[list[int]] = []
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.is_set():
+                found = redis.client.hmget(redis.key("unfinished"), P1, P2, D1, D2)
+                samples.append([int(count or 0) for count in found])
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        try:
+            pairs = await asyncio.gather(*(take_pair(worker) for worker in made for _ in range(25)))
+        finally:
+            over.set()
+            thread.join()
+        assert totals(redis) == {P1: 50, P2: 50, D1: 50, D2: 50}
+        assert samples and all(abs(p1 - p2) <= 1 and abs(d1 - d2) <= 1 for p1, p2, d1, d2 in samples)
+        assert all(p1 + p2 == d1 + d2 for p1, p2, d1, d2 in samples), "nobody sees a half of a pair"
+        for pair in pairs:
+            give_back(pair)
+        await aeventually(lambda: exact(redis, made) and totals(redis) == {})
+
+
+async def test_where_one_pool_has_nobody_nothing_is_counted_on_the_other(redis: Space) -> None:
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        await worker.add_ready(P1, role=Role.Prefill)
+        with pytest.raises(NoNodeAvailable, match="no Decode node"):
+            await take_pair(worker)
+        with pytest.raises(NoNodeAvailable, match="no Decode node"):
+            await worker.ledger.acquire_each(role(Role.Decode), role(Role.Prefill))
+        assert totals(redis) == {} == worker.ledger.counts
+
+
+async def test_a_decode_node_that_another_worker_added_just_now_is_found(redis: Space) -> None:
+    async with workers(redis, 2) as (w1, w2):
+        await w1.add_ready(P1, role=Role.Prefill)
+        await w2.registry.refresh()
+        stale = w2.registry.snapshot
+        await w1.add_ready(D1, role=Role.Decode)
+        w2.registry.snapshot = stale
+        assert [ticket.url for ticket in await take_pair(w2)] == [P1, D1]
+
+
+async def test_a_pair_whose_request_was_cancelled_in_the_turn_of_its_reply_is_given_back_whole(
+    redis: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        await add_pairs(worker)
+        task = asyncio.create_task(take_pair(worker))
+        receive = Pipeline.data_received
+
+        def receive_then_cancel(self: Pipeline, data: bytes) -> None:
+            receive(self, data)
+            if worker.ledger.counts:
+                task.cancel()
+
+        monkeypatch.setattr(Pipeline, "data_received", receive_then_cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert worker.ledger.counts == {}
+        await aeventually(lambda: totals(redis) == {} == ledger_of(redis, "w1"))
+
+
+async def test_r09_pairs_cancelled_over_a_slow_road_leave_nothing(redis: Space, slow_road: TcpProxy) -> None:
+    async with workers(redis, 2, url=slow_road.url) as made:
+        await add_pairs(made[0])
+        slow_road.delay_s = 0.1
+        came = await cancelled_at_random(lambda: take_pair(made[0]), 200, 0.25, seed=9)
+        pairs = [pair for pair in came if not isinstance(pair, BaseException)]
+        assert 0 < len(pairs) < 200 and all(len(pair) == 2 for pair in pairs)
+        for pair in pairs:
+            give_back(pair)
+        slow_road.delay_s = 0.0
+        await aeventually(lambda: totals(redis) == {} and exact(redis, made))
+
+
+async def test_r96_while_redis_is_away_a_pair_is_chosen_by_the_twin_and_restated_afterwards(own_redis: Space) -> None:
+    async with Worker(own_redis.url, own_redis.namespace, "w1") as worker:
+        await add_pairs(worker)
+        own_redis.server.pause()
+        try:
+            pairs = [await take_pair(worker) for _ in range(6)]
+            assert not worker.shared
+            # Least unfinished of each role, on this worker's own counts.
+            assert worker.ledger.counts == {P1: 3, P2: 3, D1: 3, D2: 3}
+        finally:
+            own_redis.server.resume()
+        await aeventually(lambda: exact(own_redis, [worker]))
+        assert totals(own_redis) == {P1: 3, P2: 3, D1: 3, D2: 3}
+        for pair in pairs:
+            give_back(pair)
+        await aeventually(lambda: totals(own_redis) == {})

@@ -68,6 +68,92 @@ async def test_a_new_node_is_pending_with_all_that_was_said(redis: Space) -> Non
         assert redis.cli("HGET", redis.key(f"node:{A}"), "models") == '["m", "ü"]'
 
 
+@pytest.mark.parametrize("port", [None, 1, 65535])
+async def test_a_bootstrap_port_is_registered_read_by_all_and_restored(redis: Space, port: int | None) -> None:
+    async with Watcher(redis, 2) as (registry, other):
+        await registry.add(A, **plain(Role.Prefill), bootstrap_port=port)
+        assert redis.cli("HGET", redis.key(f"node:{A}"), "bootstrap_port") == ("" if port is None else str(port))
+        await other.refresh()
+        assert other.snapshot.nodes[A].bootstrap_port == port
+        await registry.add(A, **plain(Role.Prefill), bootstrap_port=7)
+        await other.refresh()
+        assert other.snapshot.nodes[A].bootstrap_port == 7
+
+
+async def test_a_life_begins_with_each_registration(redis: Space) -> None:
+    async with Watcher(redis, 1) as (registry,):
+        lives = []
+        for _ in range(3):
+            await registry.add(A, **plain())
+            lives.append(registry.snapshot.nodes[A].life)
+        assert lives == [1, 2, 3] == sorted(set(lives))
+        assert registry.snapshot.nodes[A].order == 1
+
+
+@pytest.mark.parametrize("away", [State.DOWN, State.GONE, State.ASLEEP])
+@pytest.mark.parametrize("by_hand", ["asked", "static", None])
+async def test_a_node_that_was_named_by_hand_and_comes_back_has_a_new_life(
+    redis: Space, away: State, by_hand: str | None
+) -> None:
+    """One that registers itself does so when it starts; a pause that it slept through is no restart."""
+    async with Watcher(redis, 1) as (registry,):
+        await registry.add(A, **plain(), **({by_hand: True} if by_hand else {}))
+        assert await registry.set_state(registry.snapshot.nodes[A], State.READY)
+        life = registry.snapshot.nodes[A].life
+        assert life == 1, "becoming ready for the first time is no other life"
+        assert await registry.set_state(registry.snapshot.nodes[A], away)
+        assert await registry.set_state(registry.snapshot.nodes[A], State.READY)
+        renewed = registry.snapshot.nodes[A].life != life
+        assert renewed is (by_hand is not None and away is not State.ASLEEP)
+
+
+async def test_a_renewed_life_is_seen_by_all_and_is_of_that_registration_only(redis: Space) -> None:
+    async with Watcher(redis, 2) as (registry, other):
+        await registry.add(A, **plain())
+        assert await registry.set_state(registry.snapshot.nodes[A], State.READY)
+        await other.refresh()
+        await other.renew_life(A)
+        await registry.refresh()
+        node = registry.snapshot.nodes[A]
+        assert node.life == other.snapshot.nodes[A].life == 3 and node.state == State.READY
+        stale = other.snapshot
+        await registry.add(A, **plain())
+        other.snapshot = stale
+        await other.renew_life(A)
+        await registry.refresh()
+        assert registry.snapshot.nodes[A].life == 4, "the new registration has one of its own"
+        await other.renew_life("http://unknown:1")
+
+
+async def test_stages_are_means_over_all_workers_and_go_with_their_node(redis: Space) -> None:
+    async with workers(redis, 2) as (w1, w2):
+        await w1.add_ready(A)
+        await w2.registry.refresh()
+        for worker, seconds in ((w1, 0.5), (w2, 1.0), (w2, 1.5)):
+            worker.figures.took(A, "prefill", seconds)
+        w1.figures.took(A, "link", 2.0)
+        for worker in (w1, w2):
+            give_back(await worker.take())
+        expected = {"prefill": {"mean_s": 1.0, "count": 3}, "link": {"mean_s": 2.0, "count": 1}}
+        assert (await w1.registry.status())[A].stages == expected
+        assert await w1.registry.remove(A)
+        assert redis.cli("EXISTS", redis.key(f"stages:{A}")) == 0
+
+
+@pytest.mark.parametrize(
+    "damage", [{"prefill_s": "x"}, {"prefill_count": "0"}, {"prefill_count": "x"}, {"other_s": "1"}, {"_s": "1"}]
+)
+async def test_rubbish_among_the_stages_does_not_hide_the_status(redis: Space, damage: dict[str, str]) -> None:
+    async with workers(redis, 1) as (w1,):
+        await w1.add_ready(A)
+        w1.figures.took(A, "prefill", 0.5)
+        w1.figures.took(A, "decode", 0.25)
+        give_back(await w1.take())
+        for name, value in damage.items():
+            redis.cli("HSET", redis.key(f"stages:{A}"), name, value)
+        assert (await w1.registry.status())[A].stages["decode"] == {"mean_s": 0.25, "count": 1}
+
+
 async def test_a_second_add_updates_and_keeps_counts_order_and_key(redis: Space) -> None:
     async with Worker(redis.url, redis.namespace, "w1") as worker:
         for url in (A, B):

@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ from app.store.handovers import Handovers
 from app.store.links import Claim, Link, LinkTable, pair_of
 from app.store.registry import Registry
 from app.store.scripts import Code
-from app.upstream.distserve import DistServeClient, Endpoint, Json
+from app.upstream.distserve import DistServeClient, Json
 
 log = logging.getLogger("evenhand.dispatch")
 
@@ -35,10 +35,14 @@ LOOK_EVERY_S = 0.02
 """At a link that another worker makes: one look for all requests of this worker."""
 PAUSES_S = (0.1, 2.0)
 """First and longest pause between two tries."""
-HOLD_OFF_S = 0.2
-"""After a failure nobody tries for so long, so that all who waited for it are told its reason."""
+HOLD_OFF_S = (0.2, 30.0)
+"""After a failure nobody tries for so long, so that all who waited for it are told its reason; four times as
+long after each further one, so that a node that can't be linked does not cost every request all tries."""
 DOUBT_EVERY_S = 1.0
 """Of one pair, however many migrations fail."""
+DOUBT_WITHIN_S = 10.0
+LAST_WORD_S = 0.05
+"""Before the end of the time for a link, so that a call that hangs is named and not only the time."""
 LINKING_AT_ONCE = 64
 """Links that one worker makes at the same time."""
 
@@ -81,15 +85,14 @@ class Links:
 
     async def ensure(self, prefill: str, decode: str) -> None:
         """Return once the two are linked in their present lives. Raises LinkFailed."""
-        if self.made(prefill, decode):
-            return
         pair = pair_of(prefill, decode)
-        task = self._making.get(pair)
-        if task is None:
-            task = self._making[pair] = asyncio.create_task(self._make(prefill, decode), name="link")
-            task.add_done_callback(lambda done: self._finished(pair, done))
-        # Shielded: others wait for the same link, and half a link is worse than one that nobody uses.
-        await asyncio.shield(task)
+        while not self.made(prefill, decode):  # again where it was made for lives that are over by now
+            task = self._making.get(pair)
+            if task is None:
+                task = self._making[pair] = asyncio.create_task(self._make(prefill, decode), name="link")
+                task.add_done_callback(lambda done: self._finished(pair, done))
+            # Shielded: others wait for the same link, and half a link is worse than one that nobody uses.
+            await asyncio.shield(task)
 
     def made(self, prefill: str, decode: str) -> bool:
         """Whether this worker knows that the two are linked."""
@@ -121,7 +124,8 @@ class Links:
             link = await self._table.one(pair_of(prefill, decode))
             if link.state != "connected" or link.lives != self.lives_of(prefill, decode):
                 return
-            now = identity_of(*await self._ask(prefill, decode)).split("|")
+            deadline_s = asyncio.get_running_loop().time() + DOUBT_WITHIN_S
+            now = identity_of(*await _Try(self._engines, self.key_of, prefill, decode, deadline_s).ask()).split("|")
             for url, before, after in zip((prefill, decode), link.identity.split("|"), now, strict=True):
                 if before != after:
                     log.warning("%s is another process than the one that was linked: its links are void", url)
@@ -175,7 +179,7 @@ class Links:
                 self._made[pair] = lives
                 return
             if claim.code == Code.REFUSED:
-                raise LinkFailed(claim.link.error, url=prefill)
+                raise LinkFailed(claim.link.error, url=claim.link.blame or prefill)
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _link_and_settle(self, prefill: str, decode: str, claim: Claim, left_s: float) -> bool:
@@ -188,10 +192,15 @@ class Links:
                 await self._table.drop(pair_of(prefill, decode), claim.text)
             return False
         except BaseException as e:
-            why = e.message if isinstance(e, UpstreamError) else "the worker that made it stopped"
-            hold_off_ms = round(HOLD_OFF_S * 1000) if isinstance(e, UpstreamError) else 0
-            took_ms = round((time.monotonic() - begun_s) * 1000)
-            await self._settle(prefill, decode, claim, "failed", until_ms=now_ms + took_ms + hold_off_ms, error=why)
+            why = e.message if isinstance(e, LinkFailed) else "the worker that made it stopped"
+            blame = e.url if isinstance(e, LinkFailed) else ""
+            failures = claim.link.failures + isinstance(e, LinkFailed)
+            first_s, longest_s = HOLD_OFF_S
+            hold_off_s = min(first_s * 4 ** min(failures - 1, 9), longest_s) if failures else 0.0
+            until_ms = now_ms + round((time.monotonic() - begun_s + hold_off_s) * 1000)
+            await self._settle(
+                prefill, decode, claim, "failed", until_ms=until_ms, error=why, blame=blame, failures=failures
+            )
             self._figures.count("links_failed")
             raise
         took_s = time.monotonic() - begun_s
@@ -211,14 +220,15 @@ class Links:
 
     async def _link(self, prefill: str, decode: str, lives: str, left_s: float) -> str:
         """All tries; what tells the two engines from others. Raises LinkFailed, _Outdated."""
-        pause_s, error = PAUSES_S[0], LinkFailed("not tried", url=prefill)
+        deadline_s = asyncio.get_running_loop().time() + left_s
+        pause_s, error = PAUSES_S[0], LinkFailed("too many links are being made", url=prefill)
         try:
-            async with asyncio.timeout(left_s), self._slots:
+            async with asyncio.timeout_at(deadline_s), self._slots:
                 for left in reversed(range(self._rules.tries)):
                     if self.lives_of(prefill, decode) != lives:
                         raise _Outdated
                     try:
-                        return await self._try(prefill, decode)
+                        return await _Try(self._engines, self.key_of, prefill, decode, deadline_s).make()
                     except _Unlike as e:
                         raise LinkFailed(str(e), url=prefill) from e
                     except LinkFailed as e:
@@ -230,34 +240,55 @@ class Links:
             pass
         raise error
 
-    async def _try(self, prefill: str, decode: str) -> str:
-        ours, theirs = await self._ask(prefill, decode)
+
+class _Try:
+    """One run through all calls that link two engines."""
+
+    def __init__(
+        self,
+        engines: DistServeClient,
+        key_of: Callable[[str], str | None],
+        prefill: str,
+        decode: str,
+        deadline_s: float,
+    ) -> None:
+        self._engines = engines
+        self._key_of = key_of
+        self._prefill = prefill
+        self._decode = decode
+        self._deadline_s = deadline_s
+
+    async def make(self) -> str:
+        """What tells the two engines from others. Raises LinkFailed, _Unlike."""
+        engines, key_of, prefill, decode = self._engines, self._key_of, self._prefill, self._decode
+        ours, theirs = await self.ask()
         if ours["tp_size"] != theirs["tp_size"]:
             raise _Unlike(
                 f"{prefill} has tp_size {ours['tp_size']} and {decode} has {theirs['tp_size']}: "
                 "LMDeploy links engines of the same tp_size only"
             )
-        of_prefill = await self._at(prefill, self._initialize((prefill, ours), (decode, theirs)))
-        of_decode = await self._at(decode, self._initialize((decode, theirs), (prefill, ours)))
-        await self._at(prefill, self._engines.p2p_connect(prefill, decode, of_decode, self.key_of(prefill)))
-        await self._at(decode, self._engines.p2p_connect(decode, prefill, of_prefill, self.key_of(decode)))
+        of_prefill = await self._at(prefill, engines.p2p_initialize((prefill, ours), (decode, theirs), key_of(prefill)))
+        of_decode = await self._at(decode, engines.p2p_initialize((decode, theirs), (prefill, ours), key_of(decode)))
+        await self._at(prefill, engines.p2p_connect(prefill, decode, of_decode, key_of(prefill)))
+        await self._at(decode, engines.p2p_connect(decode, prefill, of_prefill, key_of(decode)))
         return identity_of(ours, theirs)
 
-    async def _ask(self, prefill: str, decode: str) -> tuple[Json, Json]:
+    async def ask(self) -> tuple[Json, Json]:
+        """What the two say of themselves. Raises LinkFailed."""
         return (
-            await self._at(prefill, self._engines.engine_info(prefill, self.key_of(prefill))),
-            await self._at(decode, self._engines.engine_info(decode, self.key_of(decode))),
+            await self._at(self._prefill, self._engines.engine_info(self._prefill, self._key_of(self._prefill))),
+            await self._at(self._decode, self._engines.engine_info(self._decode, self._key_of(self._decode))),
         )
-
-    async def _initialize(self, local: tuple[str, Json], remote: tuple[str, Json]) -> Endpoint:
-        return await self._engines.p2p_initialize(local, remote, self.key_of(local[0]))
 
     async def _at(self, url: str, call: Awaitable[T]) -> T:
         """The call's result; its failure as that of the link, with the engine to blame."""
         try:
-            return await call
+            async with asyncio.timeout_at(self._deadline_s - LAST_WORD_S):
+                return await call
         except UpstreamError as e:
             raise LinkFailed(f"the link could not be made: {e.message}", url=url) from e
+        except TimeoutError as e:
+            raise LinkFailed(f"the link could not be made: engine {url} does not answer", url=url) from e
 
 
 def identity_of(prefill: Json, decode: Json) -> str:

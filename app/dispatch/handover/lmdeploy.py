@@ -201,7 +201,7 @@ class _Migrating(Handed):
         if self._kept.sure:
             self._sessions.clear(self._prefill, self._kept.session)
 
-    def abandon(self) -> None:
+    def _give_up(self) -> None:
         self._links.doubt(self._prefill, self._decode)
         if self._kept.sure:
             self._sessions.free_soon(self._prefill, self._kept.session)

@@ -124,6 +124,7 @@ def put_right(text: bytes, prefilled: Prefilled) -> bytes:
         return text
     for name, value in changes.items():
         text = _replace(text, members, name, value)
+        members[name] = Raw(value)
     return text
 
 

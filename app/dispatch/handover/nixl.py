@@ -66,7 +66,7 @@ class _Leased(Handed):
         super().__init__(prefilled, body, valid_until_s=valid_until_s)
         self._figures = figures
 
-    def abandon(self) -> None:
+    def _give_up(self) -> None:
         self._figures.count("sessions_lost")
 
 

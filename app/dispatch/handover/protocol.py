@@ -85,6 +85,7 @@ class Handed:
         self.prefilled = prefilled
         self.body = body
         self.valid_until_s = valid_until_s  # time.monotonic()
+        self._abandoned = False
 
     @property
     def valid(self) -> bool:
@@ -97,7 +98,13 @@ class Handed:
         """Decode has sent its first token: the cache has moved."""
 
     def abandon(self) -> None:
-        """Decode won't take it."""
+        """Decode won't take it. May be called more than once."""
+        if not self._abandoned:
+            self._abandoned = True
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """What a protocol does about what nobody takes."""
 
     def voided(self) -> bool:
         """Whether what decode needs to take it has gone since `goes_to`: then its refusal proves nothing."""
@@ -195,7 +202,12 @@ class Sequential(Protocol):
             handed.taken()
         else:
             handed.abandon()
-            if await self._decode_again(pair, handed, response.status):
+            try:
+                again = await self._decode_again(pair, handed, response.status)
+            except BaseException:
+                response.close()
+                raise
+            if again:
                 response.close()
                 return None
         return await finish(pair, response, lambda: handed.prefilled, url=url)
@@ -363,7 +375,7 @@ async def finish(pair: Pair, response: Response, known: Known, *, url: str) -> A
         response.close()
         raise
     answer = Answer(response, url, (pair.decode,))
-    answer.headers = [*answer.headers, pair.server_timing()]
+    answer.headers = [*answer.headers, *pair.server_timing()]
     return answer
 
 
