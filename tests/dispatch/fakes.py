@@ -15,7 +15,7 @@ from app.dispatch.caller import Leg
 from app.dispatch.handover.nixl import Nixl
 from app.dispatch.handover.protocol import Protocol
 from app.dispatch.prefill_decode import PrefillDecode, SplitRules
-from app.errors import EngineRefused, Headers
+from app.errors import EngineRefused, Headers, UpstreamError
 from app.nodes import Node, Role, State
 from app.store.ledger import Select, Ticket
 from app.store.snapshot import Snapshot
@@ -313,6 +313,37 @@ class FakeTaker:
         return [json.loads(request.body) for request in self.sent]
 
 
+class FakeBreakers:
+    """Nodes whose connections nobody doubts; who was told of what."""
+
+    def __init__(self) -> None:
+        self.failures: list[tuple[str, str]] = []
+        self.answers: list[str] = []
+
+    async def select(self, otherwise: Select, model: str, *roles: Role) -> Select:
+        return otherwise
+
+    def failed(self, url: str, error: UpstreamError) -> None:
+        self.failures.append((url, type(error).__name__))
+
+    def answered(self, url: str) -> None:
+        self.answers.append(url)
+
+
+class FakeBudget:
+    """`left`: retries that are affordable; `taken` so far."""
+
+    def __init__(self, left: int = 100) -> None:
+        self.left = left
+        self.taken = 0
+
+    async def take(self) -> bool:
+        if self.taken == self.left:
+            return False
+        self.taken += 1
+        return True
+
+
 def split_by(
     registry: FakeRegistry,
     ledger: FakeLedger,
@@ -322,9 +353,12 @@ def split_by(
     *,
     fallback: bool = False,
     dummy: int | None = None,
+    retries: int = 2,
+    budget: FakeBudget | None = None,
 ) -> PrefillDecode:
     """The use case of split serving among fakes, by NIXL if nothing else is said."""
     parts: Any = {"caller": caller, "figures": figures}
     store: Any = {"registry": registry, "ledger": ledger}
+    store |= {"breakers": FakeBreakers(), "budget": budget or FakeBudget()}
     protocol = protocol or Nixl(**parts, lease_s=30, recompute=True)
-    return PrefillDecode(**parts, **store, protocol=protocol, rules=SplitRules(fallback=fallback, dummy=dummy))
+    return PrefillDecode(**parts, **store, protocol=protocol, rules=SplitRules(fallback, dummy, retries))

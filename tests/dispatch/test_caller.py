@@ -14,7 +14,7 @@ from app.dispatch.caller import AnswerTooLong, Caller, Leg
 from app.errors import EngineBroke, EngineRefused, EngineUnreachable, Headers
 from app.nodes import Node, Role
 from app.upstream.transport import Target, Timeouts
-from tests.dispatch.fakes import D0, E0, FakeRegistry, FakeResponse
+from tests.dispatch.fakes import D0, E0, FakeBreakers, FakeRegistry, FakeResponse
 
 TIMEOUTS = Timeouts(1, 2, 3, 4)
 REQUEST = EngineRequest(b"POST", b"/v1/x?q=1", [(b"content-type", b"application/json")], b"body", "m")
@@ -48,7 +48,7 @@ class FakeTransport:
 
 def caller_of(transport: FakeTransport, registry: FakeRegistry | None = None, key: str | None = None) -> Caller:
     registry = registry or FakeRegistry(Node(D0, role=Role.Decode), Node(E0, role=Role.Encode))
-    return Caller(registry=registry, transport=transport, timeouts=TIMEOUTS, engine_key=key)  # type: ignore[arg-type]
+    return Caller(registry=registry, transport=transport, breakers=FakeBreakers(), timeouts=TIMEOUTS, engine_key=key)  # type: ignore[arg-type]
 
 
 class Endless(FakeResponse):
@@ -159,7 +159,9 @@ async def test_each_leg_has_time_limits_of_its_own() -> None:
 
     transport.send = send
     registry: Any = FakeRegistry(Node(D0))
-    caller = Caller(registry=registry, transport=transport, timeouts=TIMEOUTS, engine_key=None, prefill_s=9)
+    caller = Caller(
+        registry=registry, transport=transport, breakers=FakeBreakers(), timeouts=TIMEOUTS, engine_key=None, prefill_s=9
+    )
     for leg in (Leg.WHOLE, Leg.PREFILL, Leg.BESIDE_PREFILL):
         await caller.send(D0, REQUEST, leg)
         await caller.fetch(D0, REQUEST, limit_bytes=10, leg=leg)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from app.dispatch import epd
-from app.dispatch.answer import Answer, EngineRequest, Outcome, Taker
+from app.dispatch.answer import Answer, EngineRequest, Outcome, Server
 from app.dispatch.caller import AnswerTooLong
 from app.dispatch.consumers import Consumers
 from app.dispatch.epd import PATH, Epd, EpdRules
@@ -43,6 +43,8 @@ from tests.dispatch.fakes import (
     P0,
     PARAMS,
     Call,
+    FakeBreakers,
+    FakeBudget,
     FakeCaller,
     FakeFigures,
     FakeLedger,
@@ -65,7 +67,7 @@ class World:
     def __init__(
         self,
         *nodes: Node,
-        inner: Callable[[World], Taker] | None = None,
+        inner: Callable[[World], Server] | None = None,
         takes: tuple[str, ...] = (D0,),
         consumers: Consumers | None = None,
         expects_encoders: bool = False,
@@ -74,6 +76,7 @@ class World:
         self.registry = FakeRegistry(*(nodes or nodes_of()))
         self.ledger = FakeLedger(self.registry)
         self.caller = FakeCaller()
+        self.budget = FakeBudget()
         self.taker = FakeTaker(self.ledger, *takes)
         served_by: Any = inner(self) if inner else self.taker
         self.epd = Epd(
@@ -84,12 +87,14 @@ class World:
             consumer_taker=served_by,
             rules=replace(RULES, **rules),
             consumers=consumers or Consumers((), (), 1),
+            budget=self.budget,  # type: ignore[arg-type]
             expects_encoders=expects_encoders,
         )
 
     @property
     def _parts(self) -> Any:
-        return {"ledger": self.ledger, "caller": self.caller}
+        parts = {"registry": self.registry, "ledger": self.ledger, "caller": self.caller, "budget": self.budget}
+        return {**parts, "breakers": FakeBreakers(), "retries": 2}
 
     async def ask(self, *parts: Json, **more: Any) -> Answer:
         return await self.open(body_of(*parts, **more))
@@ -106,11 +111,11 @@ class World:
         return self.taker.bodies[-1]
 
 
-def hybrid(world: World) -> Taker:
+def hybrid(world: World) -> Server:
     return Hybrid(**world._parts)
 
 
-def prefill_decode(world: World) -> Taker:
+def prefill_decode(world: World) -> Server:
     return split_by(world.registry, world.ledger, world.caller, FakeFigures())
 
 

@@ -20,7 +20,8 @@ from app.dispatch.handover import protocol as protocol_module
 from app.dispatch.handover.bodies import Members, Prefilled, for_prefill, with_values
 from app.dispatch.handover.nixl import Nixl
 from app.dispatch.handover.protocol import Concurrent, Handed, Legs, LinkFailed, Protocol
-from app.dispatch.pair import Pair, never_arrived
+from app.dispatch.pair import Pair
+from app.dispatch.retries import never_arrived
 from app.errors import (
     BadRequest,
     EngineBroke,
