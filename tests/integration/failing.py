@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.integration.stage import Lane, Stage
 from tests.support.engine import SimulatedEngine
+from tests.support.redis import Space
 from tests.support.wait import eventually
 from workers.engine_http import Record
 
@@ -76,9 +77,9 @@ def never_twice(*engines: SimulatedEngine) -> None:
         assert all(ids), "each request has an id"
 
 
-def fresh_budget(stage: Stage) -> None:
+def fresh_budget(space: Space) -> None:
     """What tests before have taken of the deployment's retries is forgotten: each would else wait 10 s."""
-    stage.space.client.delete(stage.space.key("retries"))
+    space.client.delete(space.key("retries"))
 
 
 # --- the breaker

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(autouse=True)
 def budget(stage: Stage) -> None:
-    fresh_budget(stage)
+    fresh_budget(stage.space)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_r24_hundred_requests_are_all_answered(stage: Stage, fault: str, stream:
     bad.set(**(UNSEEN | SEEN)[fault])
     ok = 0
     for _ in range(5):  # 20 at a time, each time with a budget of 20: all can be sent again
-        fresh_budget(stage)
+        fresh_budget(stage.space)
         ok += sum(answer.ok for answer in stage.many(20, concurrency=5, stream=stream).result(20))
     assert ok == len(good.requests) == 100
     never_twice(bad, good)
