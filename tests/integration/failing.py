@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.integration.stage import Lane, Stage
+from tests.support import load
 from tests.support.engine import SimulatedEngine
 from tests.support.redis import Space
 from tests.support.wait import eventually
@@ -18,6 +19,7 @@ from workers.engine_http import Record
 
 ONLY_CHATS = "messages"  # `only_for`: a fault that leaves /health alone
 HOLD = "held"
+LOOK_S = 1.5  # within this an open breaker whose time is over is half-open
 
 # Each ends a try before a byte of the answer came. What the engine has seen of it: nothing, or one request.
 UNSEEN: dict[str, dict[str, Any]] = {
@@ -130,3 +132,28 @@ def trip(stage: Stage, engine: SimulatedEngine, *, times: int = 5) -> None:
     becomes(stage, engine, "open")
     engine.set(cut_after=None)
     engine.forget()
+
+
+def unprobed(stage: Stage, **knobs: Any) -> SimulatedEngine:
+    """A node that is ready and then lets each probe wait for ever (with a --probe-timeout-s to match)."""
+    engine = stage.engine()
+    engine.set(health_delay_s=600, **knobs)
+    return engine
+
+
+def half_open(stage: Stage, engine: SimulatedEngine) -> None:
+    becomes(stage, engine, "half_open", within_s=max(open_for_s(stage, engine), 0) + LOOK_S)
+
+
+def made_its_trial(stage: Stage, engine: SimulatedEngine, at_once: int = 1, **options: Any) -> list[load.Answer]:
+    """The answers to requests, so many at once, until one was let through to the node.
+
+    A worker may know a moment later than Redis that the breaker is half-open.
+    """
+    before = len(engine.requests)
+    answers: list[load.Answer] = []
+    deadline_s = time.monotonic() + 3
+    while len(engine.requests) == before:
+        assert time.monotonic() < deadline_s, "no request was let through"
+        answers += stage.many(at_once, **options).result(10)
+    return answers

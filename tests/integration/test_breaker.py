@@ -1,6 +1,6 @@
 """A breaker per node, one for all workers of all hosts: it opens, lets one request of the deployment try, and closes.
 
-Probes never end here once a node is ready (`node`), so what moves a breaker is requests alone.
+Probes never end here once a node is ready (`unprobed`), so what moves a breaker is requests alone.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 
 from tests.integration.failing import (
-    ONLY_CHATS,
     SEEN,
-    asked,
     becomes,
     breaker,
     failures,
     field,
+    half_open,
+    made_its_trial,
     open_for_s,
     stays,
     tries,
     trip,
+    unprobed,
 )
 from tests.integration.serving import broken_stream
-from tests.integration.stage import Lane, Stage, beside, lanes, start
-from tests.support import load
+from tests.integration.stage import Lane, Stage, lanes
 from tests.support.engine import SimulatedEngine
 from tests.support.wait import eventually
 
@@ -40,16 +40,8 @@ SETTINGS = {
     "probe_timeout_s": 600,
 }
 FLEET = {"masters": 2, "workers": 2, "settings": SETTINGS}
-LOOK_S = 1.5  # within this an open breaker whose time is over is half-open
 
-pytestmark = pytest.mark.timeout(120)  # the first test of the scenarios waits for all of them
-
-
-def node(stage: Stage, **knobs: Any) -> SimulatedEngine:
-    """A node that is ready and then never answers a probe, nor lets one time out."""
-    engine = stage.engine()
-    engine.set(health_delay_s=600, **knobs)
-    return engine
+pytestmark = pytest.mark.timeout(120)
 
 
 def again(stage: Stage, engine: SimulatedEngine) -> None:
@@ -71,26 +63,11 @@ def every_worker(stage: Stage) -> Iterator[list[Lane]]:
         yield made
 
 
-def half_open(stage: Stage, engine: SimulatedEngine) -> None:
-    becomes(stage, engine, "half_open", within_s=max(open_for_s(stage, engine), 0) + LOOK_S)
-
-
-def made_its_trial(stage: Stage, engine: SimulatedEngine, **options: Any) -> load.Answer:
-    """The answer to the request that was the trial; a worker may know of it a moment later than Redis does."""
-    before = len(engine.requests)
-    deadline_s = time.monotonic() + 2
-    while time.monotonic() < deadline_s:
-        answer = stage.many(1, **options).result(10)[0]
-        if len(engine.requests) > before:
-            return answer
-    raise AssertionError("no request was let through")
-
-
 # --- it opens
 
 
 def test_it_opens_on_the_fifth_failure_in_a_row_over_all_workers(stage: Stage) -> None:
-    engine = node(stage, cut_after=-1)
+    engine = unprobed(stage, cut_after=-1)
     with every_worker(stage) as (first, second, third, fourth):
         for lane in (first, second, third, fourth):
             assert lane.chat(stage.model).status == 502
@@ -112,7 +89,7 @@ def test_it_opens_on_the_fifth_failure_in_a_row_over_all_workers(stage: Stage) -
 
 @pytest.mark.parametrize("fault", [{"reset_on_accept": True}, {"eof_after": -1}, SEEN["silence"], {"refuse": True}])
 def test_what_opens_it(stage: Stage, fault: dict[str, Any]) -> None:
-    engine = node(stage, **fault)
+    engine = unprobed(stage, **fault)
     answers = stage.many(N).result(10)
     # A refused node is down at once, and then nobody asks it any more.
     assert {a.status for a in answers} <= ({504} if "blackhole" in fault else {502, 503})
@@ -125,7 +102,7 @@ def test_what_opens_it(stage: Stage, fault: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fault", [{"cut_after": 2}, {"eof_after": 2}, {"eof_after": 2, "eof_how": "close"}])
 def test_r46_death_in_mid_stream_is_a_failure_of_the_node(stage: Stage, fault: dict[str, Any]) -> None:
-    engine = node(stage, **fault)
+    engine = unprobed(stage, **fault)
     for i in range(N):
         assert failures(stage, engine) == i
         broken_stream(stage.many(1, stream=True).result(5)[0].body, chunks=2)
@@ -134,13 +111,13 @@ def test_r46_death_in_mid_stream_is_a_failure_of_the_node(stage: Stage, fault: d
 
 
 def test_death_in_the_middle_of_an_answer_that_is_no_stream_is_a_failure_of_the_node(stage: Stage) -> None:
-    engine = node(stage, cut_after=1, body_mb=0.1)
+    engine = unprobed(stage, cut_after=1, body_mb=0.1)
     stage.many(2).result(5)
     stays(stage, engine, "closed", 2)
 
 
 def test_answers_of_the_engine_do_not_open_it(stage: Stage) -> None:
-    engine = node(stage)
+    engine = unprobed(stage)
     for status in (400, 404, 429, 500, 502, 503, 504):
         engine.set(status=status)
         assert {answer.status for answer in stage.many(2 * N).result(5)} == {status}
@@ -150,7 +127,7 @@ def test_answers_of_the_engine_do_not_open_it(stage: Stage) -> None:
 
 def test_an_answer_of_any_status_ends_a_row_of_failures(stage: Stage) -> None:
     """They are no failures in a row when the connection worked between them."""
-    engine = node(stage, cut_after=-1)
+    engine = unprobed(stage, cut_after=-1)
     stage.many(N - 1, concurrency=1).result(5)
     stays(stage, engine, "closed", N - 1)
     engine.set(cut_after=None, status=400)
@@ -162,7 +139,7 @@ def test_an_answer_of_any_status_ends_a_row_of_failures(stage: Stage) -> None:
 
 
 def test_clients_that_leave_do_not_open_it(stage: Stage) -> None:
-    engine = node(stage, ttft_s=0.8, gap_s=0.05)
+    engine = unprobed(stage, ttft_s=0.8, gap_s=0.05)
     answers = stage.many(2 * N, leave_after_s=0.2).result(5)
     engine.set(ttft_s=0)
     answers += stage.many(2 * N, stream=True, leave_after_chunks=2).result(5)
@@ -175,13 +152,13 @@ def test_clients_that_leave_do_not_open_it(stage: Stage) -> None:
 
 
 def test_while_it_is_open_the_node_gets_nothing(stage: Stage) -> None:
-    bad = node(stage)
+    bad = unprobed(stage)
     trip(stage, bad)
-    good = node(stage)
+    good = unprobed(stage)
     # All workers know of it within a second, which is less than what is left: it opens once more, for twice as long.
     half_open(stage, bad)
     bad.set(cut_after=-1)
-    assert made_its_trial(stage, bad).ok, "the other one served it"
+    assert made_its_trial(stage, bad)[-1].ok, "the other one served it"
     becomes(stage, bad, "open")
     bad.set(cut_after=None)
     bad.forget()
@@ -194,7 +171,7 @@ def test_while_it_is_open_the_node_gets_nothing(stage: Stage) -> None:
 
 
 def test_where_all_are_open_a_node_is_tried_all_the_same(stage: Stage) -> None:
-    engines = [node(stage) for _ in range(2)]
+    engines = [unprobed(stage) for _ in range(2)]
     for engine in engines:
         engine.set(cut_after=-1)
     while not all(breaker(stage, engine) == "open" for engine in engines):
@@ -208,149 +185,12 @@ def test_where_all_are_open_a_node_is_tried_all_the_same(stage: Stage) -> None:
     assert sum(tries(*engines)) == 1
 
 
-# --- half-open
-
-
-@beside
-def test_half_open_lets_exactly_one_request_of_the_deployment_through(stage: Stage) -> None:
-    tested = node(stage)
-    trip(stage, tested)
-    good = node(stage, ttft_s=0.1)
-    tested.set(ttft_s=0.9)  # so long takes the trial
-    half_open(stage, tested)
-    answers = stage.many(200, concurrency=100).result(20)
-    assert all(answer.ok for answer in answers)
-    trial, *later = asked(tested)
-    assert trial.finished_s is not None
-    assert [r for r in later if r.started_s < trial.finished_s] == []
-    during_it = [r for r in asked(good) if trial.started_s < r.started_s < trial.finished_s]
-    assert len(during_it) > 50, "there must have been enough that could have gone there"
-    # It went well: all workers of both hosts use the node again.
-    becomes(stage, tested, "closed")
-    assert failures(stage, tested) == 0
-    for engine in (tested, good):
-        engine.set(ttft_s=0.7)
-        engine.forget()
-    assert all(answer.ok for answer in stage.many(40).result(10))
-    assert tries(tested, good) == [20, 20]
-
-
-@beside
-def test_a_trial_that_fails_opens_it_for_twice_as_long(stage: Stage) -> None:
-    tested = node(stage)
-    trip(stage, tested)
-    good = node(stage)
-    tested.set(cut_after=-1)
-    for opens, longest_s in ((2, 2 * OPEN_S), (3, 4 * OPEN_S)):
-        half_open(stage, tested)
-        tested.forget()
-        assert all(answer.ok for answer in stage.many(10).result(5)), "the trial's client is served by another node"
-        assert len(tested.requests) == 1
-        becomes(stage, tested, "open")
-        assert longest_s - 0.9 < open_for_s(stage, tested) <= longest_s
-        assert field(stage, tested, "breaker_opens") == str(opens)
-    # After a good trial it begins anew.
-    tested.set(cut_after=None)
-    half_open(stage, tested)
-    eventually(lambda: stage.many(4).result(5) and breaker(stage, tested) == "closed")
-    stage.deployment.post("/nodes/remove", {"url": good.url})
-    tested.set(cut_after=-1)
-    stage.many(N, concurrency=1).result(5)
-    becomes(stage, tested, "open")
-    assert 0 < open_for_s(stage, tested) <= OPEN_S
-    assert field(stage, tested, "breaker_opens") == "1"
-
-
-@beside
-def test_a_trial_answered_with_a_refusal_closes_it(stage: Stage) -> None:
-    """400 is the client's fault; that it came shows that the node is well."""
-    tested = node(stage)
-    trip(stage, tested)
-    node(stage)
-    tested.set(status=400)
-    half_open(stage, tested)
-    assert made_its_trial(stage, tested).status == 400
-    becomes(stage, tested, "closed")
-
-
-@beside
-def test_a_trial_that_is_silent_opens_it_again(stage: Stage) -> None:
-    tested = node(stage)
-    trip(stage, tested)
-    good = node(stage)
-    tested.set(blackhole=True, only_for=ONLY_CHATS)
-    half_open(stage, tested)
-    answers = stage.many(30).result(10)
-    assert all(answer.ok for answer in answers)
-    assert tries(tested, good) == [1, 30]
-    becomes(stage, tested, "open")
-    assert OPEN_S < open_for_s(stage, tested) <= 2 * OPEN_S
-
-
-@beside
-def test_a_client_that_leaves_its_trial_decides_nothing(stage: Stage) -> None:
-    """The node is neither well nor broken by that, and the next request is the trial."""
-    tested = node(stage)
-    trip(stage, tested)
-    good = node(stage)
-    tested.set(ttft_s=0.8)
-    half_open(stage, tested)
-    assert made_its_trial(stage, tested, leave_after_s=0.3).left
-    eventually(lambda: len(tested.aborts) == 1)
-    assert breaker(stage, tested) == "half_open"
-    tested.set(ttft_s=0)
-    eventually(lambda: stage.many(2).result(5) and breaker(stage, tested) == "closed", within_s=3)
-    assert good.requests
-
-
-# --- R21: over time, with traffic through all workers
-
-
-@beside
-def test_r21_a_broken_node_gets_at_most_one_trial_in_a_cool_down(stage: Stage) -> None:
-    broken, good = node(stage), node(stage)
-    broken.set(cut_after=-1)
-    with stage.traffic(every_s=0.02) as traffic:
-        eventually(lambda: field(stage, broken, "breaker_opens") == "3", within_s=10)
-        broken.set(cut_after=None)
-        eventually(lambda: breaker(stage, broken) == "closed", within_s=8)
-        back = len(broken.requests)
-        eventually(lambda: len(broken.requests) > back + 10)
-    assert traffic.failed == []
-    failed = [r.started_s for r in broken.requests if r.status == 200 and r.sent_bytes == 0]
-    until_open, trials = failed[:-2], failed[-2:]
-    # What was on its way when the fifth failure was counted may have failed as well.
-    assert N <= len(until_open) <= N + 4, failed
-    assert trials[0] - until_open[-1] >= OPEN_S - 0.05
-    assert trials[1] - trials[0] >= 2 * OPEN_S - 0.05
-    good_trial = next(r for r in broken.requests if r.sent_bytes)
-    assert good_trial.started_s - trials[1] >= 4 * OPEN_S - 0.05
-    assert len(good.requests) > 100
-
-
-@beside
-def test_r20_every_request_beside_a_silent_node_ends_well_and_others_are_not_slowed(stage: Stage) -> None:
-    silent, _ = node(stage), node(stage)
-    other_model = f"{stage.model}-other"
-    stage.engine(models=(other_model,))
-    silent.set(blackhole=True)
-    answers = stage.many(200, concurrency=50)
-    others = start(load.many(stage.urls, 200, model=other_model, concurrency=20)).result(20)
-    took = [a.finished_s - a.started_s for a in answers.result(20) if a.ok and a.finished_s]
-    assert len(took) == 200
-    assert max(took) < FIRST_BYTE_S + 1
-    assert all(answer.ok for answer in others)
-    other_took = sorted(a.finished_s - a.started_s for a in others if a.finished_s)
-    assert other_took[len(other_took) // 2] < FIRST_BYTE_S / 4
-    becomes(stage, silent, "open")
-
-
 # --- the registry
 
 
 def test_registering_again_closes_it_and_forgets_the_failures(stage: Stage) -> None:
     """An engine registers when it has started: whatever failed before was another process."""
-    engine = node(stage)
+    engine = unprobed(stage)
     trip(stage, engine)
     again(stage, engine)
     becomes(stage, engine, "closed")
@@ -360,7 +200,7 @@ def test_registering_again_closes_it_and_forgets_the_failures(stage: Stage) -> N
 
 
 def test_registering_again_gives_it_a_whole_row_of_failures(stage: Stage) -> None:
-    engine = node(stage)
+    engine = unprobed(stage)
     trip(stage, engine)
     again(stage, engine)
     engine.set(cut_after=-1)
@@ -372,7 +212,7 @@ def test_registering_again_gives_it_a_whole_row_of_failures(stage: Stage) -> Non
 
 
 def test_a_removed_node_leaves_no_failures_behind(stage: Stage) -> None:
-    engine = node(stage, cut_after=-1)
+    engine = unprobed(stage, cut_after=-1)
     stage.many(2, concurrency=1).result(5)
     stays(stage, engine, "closed", 2)
     engine.set(cut_after=None, stall_after=1)

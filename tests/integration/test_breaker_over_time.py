@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.failing import ONLY_CHATS, becomes, breaker, failures, field, open_for_s, tries, trip
+from tests.integration.failing import ONLY_CHATS, becomes, breaker, failures, field, open_for_s, tries, trip, unprobed
 from tests.integration.stage import Bench, Stage, beside
 from tests.support.engine import SimulatedEngine
 from tests.support.wait import eventually
@@ -19,13 +19,6 @@ def on(bench: Bench, *, masters: int = 1, workers: int = 2, **settings: int | fl
     times: dict[str, int | float] = {"first_byte_timeout_s": 1, "connect_timeout_s": 0.5, "breaker_failures": N}
     made = [bench.deployment(workers, settings=times | settings) for _ in range(masters)]
     return Stage(bench.space, made, bench.engine)
-
-
-def unprobed(stage: Stage) -> SimulatedEngine:
-    """Probes of it never end once it is ready: they must not be what moves its breaker."""
-    engine = stage.engine()
-    engine.set(health_delay_s=600)
-    return engine
 
 
 def time_is_over(stage: Stage, engine: SimulatedEngine) -> None:
