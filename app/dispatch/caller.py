@@ -95,13 +95,20 @@ class Caller:
         response = await self.send(url, replace(request, headers=headers), leg)
         try:
             body = bytearray()
-            while chunk := await response.read():
+            while chunk := await self._read(url, response):
                 body += chunk
                 if len(body) > limit_bytes:
                     raise AnswerTooLong(f"engine {url} broke off: its answer is longer than {limit_bytes} bytes")
             return Whole(url, response.status, response.headers, bytes(body))
         finally:
             response.close()
+
+    async def _read(self, url: str, response: Response) -> bytes:
+        try:
+            return await response.read()
+        except UpstreamError as e:
+            self.broke(url, e)
+            raise
 
     def _with_key(self, url: str, headers: Headers) -> Headers:
         key = self._registry.snapshot.engine_keys.get(url) or self._engine_key
