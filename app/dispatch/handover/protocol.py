@@ -217,7 +217,7 @@ class Sequential(Protocol):
     async def _decode_again(self, pair: Pair, handed: Handed, status: int) -> bool:
         """Whether a refused hand-over is to be made once more, at the same decode node or another."""
         if handed.voided():
-            return pair.retries.left > 0 and await pair.prefill_again()
+            return await pair.retries.may_again() and await pair.prefill_again()
         if not pair.retries.concerns(status) or not await pair.retries.may(status):
             return False
         return await pair.replace_decode() and await pair.prefill_again()
@@ -279,7 +279,8 @@ class Concurrent(Protocol):
             except UpstreamError as e:
                 failure = e
                 again = await pair.retries.may(failure)
-            self.failed(prefill)
+            if not isinstance(failure, int) or failure >= 500:  # what is below is the request's own fault
+                self.failed(prefill)
             again = again and await pair.replace(url) and (pair.prefill.held or await pair.prefill_again())
             if again:
                 continue
