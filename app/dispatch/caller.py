@@ -7,14 +7,14 @@ from enum import Enum
 
 from app.dispatch.answer import EngineRequest, Whole
 from app.dispatch.breakers import Breakers
-from app.errors import EngineBroke, EngineRefused, Headers, UpstreamError
+from app.errors import EngineProtocolError, EngineRefused, Headers, UpstreamError
 from app.store.registry import Registry
 from app.upstream.transport import Response, Target, Timeouts, Transport
 
 IDENTITY = (b"accept-encoding", b"identity")
 
 
-class AnswerTooLong(EngineBroke):
+class AnswerTooLong(EngineProtocolError):
     """A body over the limit of whoever asked: it would be as long the next time."""
 
 
@@ -98,7 +98,7 @@ class Caller:
             while chunk := await self._read(url, response):
                 body += chunk
                 if len(body) > limit_bytes:
-                    raise AnswerTooLong(f"engine {url} broke off: its answer is longer than {limit_bytes} bytes")
+                    raise AnswerTooLong(f"engine {url}: its answer is longer than {limit_bytes} bytes")
             return Whole(url, response.status, response.headers, bytes(body))
         finally:
             response.close()
