@@ -5,12 +5,13 @@
 -- KEYS[2]  node:<url>         HASH   what is known of the node
 -- KEYS[3]  version            STRING registry version
 -- KEYS[4]  engine_keys        HASH   url -> the key sent to that engine
+-- KEYS[5]  failures           HASH   url -> failures of its connections in a row
 -- ARGV[1]  url                node
 -- ARGV[2]  key                of the engine; '' leaves what is there (engines register without one)
 -- ARGV[3+] field, value       what the registration says
 -- RETURN   {code, version}    code: 0 new, 9 updated
 -- COST     O(fields)          CALLER app/store/registry.py
-local nodes, node, version_key, engine_keys = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local nodes, node, version_key, engine_keys, failures = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local url, key = ARGV[1], ARGV[2]
 
 local now = redis.call('TIME')
@@ -25,6 +26,8 @@ if known then
 end
 local static = redis.call('HGET', node, 'static') == '1'
 redis.call('DEL', node)
+-- Its breaker is closed with the registration; those of the process before must not open it again.
+redis.call('HDEL', failures, url)
 redis.call('HSET', node, 'order', order, 'registered_at_ms', first_at_ms, 'state_since_ms', now_ms,
     'incarnation', version, 'life', version)
 for i = 3, #ARGV, 2 do

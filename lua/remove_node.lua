@@ -11,6 +11,7 @@
 -- KEYS[8]  last_success       HASH   url -> when an answer last ended well, ms
 -- KEYS[9]  unfinished         HASH   url -> total over all workers
 -- KEYS[10] stages:<url>       HASH   stage times of split requests
+-- KEYS[11] failures           HASH   url -> failures of its connections in a row
 -- ARGV[1]  url                node
 -- ARGV[2]  when               'now'; 'drained': only a draining node with nothing running, or past
 --                             its deadline; else an incarnation: only if it is still that one
@@ -18,7 +19,7 @@
 -- COST     O(1)               CALLER app/store/registry.py, workers/reaper.py
 local nodes, node, version_key, engine_keys = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local window_key, latency_mean, explored, last_success, unfinished = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local stages = KEYS[10]
+local stages, failures = KEYS[10], KEYS[11]
 local url, when = ARGV[1], ARGV[2]
 
 local version = tonumber(redis.call('GET', version_key) or '0') or 0
@@ -42,6 +43,7 @@ redis.call('HDEL', engine_keys, url)
 redis.call('HDEL', latency_mean, url)
 redis.call('HDEL', explored, url)
 redis.call('HDEL', last_success, url)
+redis.call('HDEL', failures, url)
 redis.call('DEL', node, window_key, stages)
 redis.call('SREM', nodes, url)
 return { 0, version }

@@ -16,10 +16,10 @@ local taken, requests = 0, 0
 local seconds = redis.call('HGETALL', retries)
 for i = 1, #seconds, 2 do
     local age = now - (tonumber(seconds[i]) or 0)
-    if age >= window or age < 0 then
-        redis.call('HDEL', retries, seconds[i])
-    else
+    if age >= 0 and age < window then
         taken = taken + (tonumber(seconds[i + 1]) or 0)
+    else
+        redis.call('HDEL', retries, seconds[i])
     end
 end
 for i = FIRST_WORKER, #KEYS do

@@ -7,14 +7,14 @@ from enum import Enum
 
 from app.dispatch.answer import EngineRequest, Whole
 from app.dispatch.breakers import Breakers
-from app.errors import EngineBroke, EngineRefused, Headers, UpstreamError
+from app.errors import EngineProtocolError, EngineRefused, Headers, UpstreamError
 from app.store.registry import Registry
 from app.upstream.transport import Response, Target, Timeouts, Transport
 
 IDENTITY = (b"accept-encoding", b"identity")
 
 
-class AnswerTooLong(EngineBroke):
+class AnswerTooLong(EngineProtocolError):
     """A body over the limit of whoever asked: it would be as long the next time."""
 
 
@@ -95,13 +95,20 @@ class Caller:
         response = await self.send(url, replace(request, headers=headers), leg)
         try:
             body = bytearray()
-            while chunk := await response.read():
+            while chunk := await self._read(url, response):
                 body += chunk
                 if len(body) > limit_bytes:
-                    raise AnswerTooLong(f"engine {url} broke off: its answer is longer than {limit_bytes} bytes")
+                    raise AnswerTooLong(f"engine {url}: its answer is longer than {limit_bytes} bytes")
             return Whole(url, response.status, response.headers, bytes(body))
         finally:
             response.close()
+
+    async def _read(self, url: str, response: Response) -> bytes:
+        try:
+            return await response.read()
+        except UpstreamError as e:
+            self.broke(url, e)
+            raise
 
     def _with_key(self, url: str, headers: Headers) -> Headers:
         key = self._registry.snapshot.engine_keys.get(url) or self._engine_key

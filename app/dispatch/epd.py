@@ -111,7 +111,14 @@ class Epd:
         while True:
             attempts -= 1
             answer, consumer = await self._attempt(request, media, consumer)
-            if answer.status != 500 or not attempts or not await self._budget.take():
+            if answer.status != 500 or not attempts:
+                return answer
+            try:
+                affordable = await self._budget.take()
+            except BaseException:
+                answer.close(Outcome.ABORTED)
+                raise
+            if not affordable:
                 return answer
             answer.close(Outcome.ENGINE_ERROR)
 

@@ -51,6 +51,13 @@ class Retries:
             self._server_errors = False
         return True
 
+    async def may_again(self) -> bool:
+        """Whether the same nodes may do it once more, through no fault of theirs; counts it."""
+        if not self.left or not await self._budget.take():
+            return False
+        self.left -= 1
+        return True
+
 
 def _broke_early(error: UpstreamError) -> bool:
     return isinstance(error, EngineBroke) or (isinstance(error, EngineTimeout) and error.stage == "first_byte")

@@ -113,4 +113,5 @@ def of_node_removed(keys: Keys, url: str) -> tuple[str, ...]:
         keys.last_success,
         keys.unfinished,
         keys.stages(url),
+        keys.failures,
     )

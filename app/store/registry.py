@@ -317,7 +317,7 @@ class Registry:
         for given_by_script in ("order", "incarnation", "registered_at_ms", "state_since_ms", "life"):
             del fields[given_by_script]
         keys = self._keys
-        names = (keys.nodes, keys.node(url), keys.version, keys.engine_keys)
+        names = (keys.nodes, keys.node(url), keys.version, keys.engine_keys, keys.failures)
         await self._change("add", url, "add_node", names, [url, key or "", *_flat(fields)])
 
     async def remove(self, url: str, *, when: str = "now") -> bool:

@@ -178,6 +178,7 @@ class FakeCaller:
         self.limits: dict[str, int] = {}
         self.timeouts = Timeouts(0, 0, 0, 0)
         self.kind = b"application/json"  # of answers that are read as they come
+        self.broken: list[tuple[str, str]] = []
 
     async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int, leg: Leg = Leg.WHOLE) -> Whole:
         self.limits[url] = limit_bytes
@@ -188,6 +189,9 @@ class FakeCaller:
         status, body = await self._answer(url, request, leg)
         self.responses.append(FakeResponse(status, body, [(b"content-type", self.kind)]))
         return self.responses[-1]
+
+    def broke(self, url: str, error: UpstreamError) -> None:
+        self.broken.append((url, type(error).__name__))
 
     async def _answer(self, url: str, request: EngineRequest, leg: Leg) -> tuple[int, bytes]:
         call = Call(url, request, leg)
@@ -291,10 +295,12 @@ class FakeTaker:
         self._urls = urls or (D0,)
         self.statuses: list[int | Exception] = []
         self.takes: list[str | None] = []
+        self.retries_500: list[bool] = []
         self.sent: list[EngineRequest] = []
         self.responses: list[FakeResponse] = []
 
-    async def open(self, request: EngineRequest) -> Answer:
+    async def open(self, request: EngineRequest, *, retry_500: bool = True) -> Answer:
+        self.retries_500.append(retry_500)
         return await (await self.take(request.model)).send(request)
 
     async def take(self, model: str, *, only: str | None = None) -> FakeHeld:

@@ -19,7 +19,7 @@ from app.dispatch.handover.mooncake import Mooncake
 from app.dispatch.handover.nixl import Nixl
 from app.dispatch.handover.protocol import Legs
 from app.dispatch.handover.sglang import Sglang
-from app.errors import BadRequest, EngineBroke, EngineRefused
+from app.errors import BadRequest, EngineProtocolError, EngineRefused
 from app.nodes import Node, Role
 from tests.dispatch.fakes import D0, HEADERS, MODEL, P0, FakeCaller, FakeFigures, FakeRegistry, Json
 
@@ -159,10 +159,10 @@ def test_r60_an_engine_says_that_it_gave_up(choices: object, aborted: bool) -> N
 
 @pytest.mark.parametrize("body", [b"", b"null", b"[]", b"<html>", b"\xff", b'{"usage":' + b"[" * 100_000])
 def test_an_answer_that_is_no_object_is_an_error_that_names_the_engine(body: bytes) -> None:
-    with pytest.raises(EngineBroke, match=P0):
+    with pytest.raises(EngineProtocolError, match=P0):
         read_prefilled(whole(body))
     if body:
-        with pytest.raises(EngineBroke, match=P0):
+        with pytest.raises(EngineProtocolError, match=P0):
             read_prefilled(whole(b"data: " + body + b"\n\n", b"text/event-stream"))
 
 
@@ -326,7 +326,7 @@ def handed_by(answer: Json, **parts: Any) -> tuple[Any, FakeLinks, FakeSessions,
     try:
         pair: Any = FakePair()
         handed: Any = protocol.hand(pair, members(CLIENT), read_prefilled(whole(json.dumps(answer).encode())))
-    except EngineBroke as e:
+    except EngineProtocolError as e:
         handed = e
     return handed, links, sessions, figures
 
@@ -394,7 +394,7 @@ def test_where_blocks_are_missing_it_can_be_a_502_and_what_is_kept_is_freed_all_
     error, _, sessions, figures = handed_by(
         {**GOOD, "cache_session_id": session, "cache_block_ids": None}, recompute=False
     )
-    assert isinstance(error, EngineBroke) and P0 in error.message and error.status == 502
+    assert isinstance(error, EngineProtocolError) and P0 in error.message and error.status == 502
     assert (("free", P0, 7) in sessions.log) is freed and figures.counts == {"missing_params": 1}
 
 
@@ -592,6 +592,6 @@ async def test_mooncakes_failed_question_is_asked_again_by_the_next() -> None:
 )
 async def test_a_bootstrap_server_that_names_no_engine_is_a_502(answer: object) -> None:
     protocol, _ = mooncake(Engines(answer))
-    with pytest.raises(EngineBroke, match="http://p0:8998 names no engine") as caught:
+    with pytest.raises(EngineProtocolError, match="http://p0:8998 names no engine") as caught:
         await legs_of(protocol, {"model": "m"})
     assert caught.value.status == 502

@@ -25,6 +25,7 @@ from app.dispatch.retries import never_arrived
 from app.errors import (
     BadRequest,
     EngineBroke,
+    EngineProtocolError,
     EngineRefused,
     EngineTimeout,
     EngineUnreachable,
@@ -44,6 +45,7 @@ from tests.dispatch.fakes import (
     PARAMS,
     PREFILLED,
     Call,
+    FakeBudget,
     FakeCaller,
     FakeFigures,
     FakeLedger,
@@ -329,22 +331,67 @@ async def test_r60_prefills_own_failure_is_the_answer_and_decode_is_not_called_o
         assert world.protocol.failures == ([P0] if status >= 500 else [])
 
 
+MAY_HAVE_BEGUN = [EngineTimeout("slow", stage="first_byte"), EngineBroke("reset"), 500, 502, 503, 504]
+
+
+def fails_by(failure: UpstreamError | int) -> Callable[[Call], Any]:
+    return lambda call: (failure, b"{}") if isinstance(failure, int) else failure
+
+
+def name_of(failure: object) -> str:
+    return str(failure) if isinstance(failure, int) else type(failure).__name__
+
+
 @BOTH_WAYS
-@pytest.mark.parametrize(
-    "failure",
-    [EngineTimeout("slow", stage="first_byte"), EngineBroke("reset"), UpstreamError("else")],
-    ids=lambda failure: type(failure).__name__,
-)
-async def test_r60_a_prefill_node_that_may_have_begun_is_not_asked_again_and_nobody_else_is(
-    by: Callable[..., Protocol], failure: UpstreamError
+@pytest.mark.parametrize("failure", MAY_HAVE_BEGUN, ids=name_of)
+async def test_r60_where_a_prefill_node_may_have_begun_another_is_asked_within_the_budget(
+    by: Callable[..., Protocol], failure: UpstreamError | int
 ) -> None:
-    world = World(*nodes_of(0, prefill=2), by=by)
-    world.caller.behaviour = {P0: lambda call: failure, D0: hangs}
-    with pytest.raises(type(failure)) as caught:
-        await world.ask()
-    assert caught.value is failure
-    assert P1 not in world.called and world.ledger.unfinished == {}
-    assert all(call.cancelled for call in world.caller.to(D0))
+    budget = FakeBudget()
+    world = World(*nodes_of(0, prefill=2), by=by, budget=budget)
+    world.caller.behaviour = {P0: fails_by(failure), (D0, 0): hangs if by is Both else lambda call: None}
+    assert await world.served() == D0
+    assert world.called.count(P0) == world.called.count(P1) == 1 and budget.taken == 1
+    assert world.ledger.latencies == {P0: 0, P1: 1, D0: 1}
+    if by is Both:
+        first, second = world.caller.to(D0)
+        assert first.cancelled and (first.body["attempt"], second.body["attempt"]) == (0, 1)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("failure", MAY_HAVE_BEGUN, ids=name_of)
+@pytest.mark.parametrize("fails", [P0, D0])
+async def test_without_a_budget_nobody_else_is_asked_and_the_failure_is_the_answer(
+    by: Callable[..., Protocol], failure: UpstreamError | int, fails: str
+) -> None:
+    world = World(*nodes_of(0, prefill=2, decode=2), by=by, budget=FakeBudget(0))
+    world.caller.behaviour = {P0: hangs, D0: hangs} if by is Both else {}
+    world.caller.behaviour[fails] = fails_by(failure)
+    if isinstance(failure, int):
+        answer = await asyncio.wait_for(world.ask(), 1)
+        assert (answer.status, answer.url) == (failure, fails)
+        answer.close(Outcome.ENGINE_ERROR)
+    else:
+        with pytest.raises(type(failure)) as caught:
+            await asyncio.wait_for(world.ask(), 1)
+        assert caught.value is failure
+    await turns()
+    assert P1 not in world.called and D1 not in world.called and world.ledger.unfinished == {}
+    assert all(response.closed for response in world.caller.responses) and not world.caller.running.total()
+
+
+@BOTH_WAYS
+async def test_a_failure_that_is_neither_the_connections_nor_silence_is_not_tried_elsewhere(
+    by: Callable[..., Protocol],
+) -> None:
+    for failure in (UpstreamError("else"), EngineProtocolError("else"), EngineTimeout("slow", stage="idle")):
+        world = World(*nodes_of(0, prefill=2), by=by)
+        world.caller.behaviour = {P0: fails_by(failure), D0: hangs}
+        with pytest.raises(UpstreamError) as caught:
+            await world.ask()
+        assert caught.value is failure
+        assert P1 not in world.called and world.ledger.unfinished == {}
+        assert all(call.cancelled for call in world.caller.to(D0))
 
 
 @BOTH_WAYS
@@ -392,7 +439,7 @@ async def test_a_prefill_answer_that_is_no_json_object_is_a_502_and_decode_is_no
 ) -> None:
     world = World(by=by)
     world.caller.behaviour = {P0: lambda call: said, D0: hangs}
-    with pytest.raises(EngineBroke, match=P0) as caught:
+    with pytest.raises(EngineProtocolError, match=P0) as caught:
         await world.ask()
     assert caught.value.status == 502
     assert all(call.cancelled for call in world.caller.to(D0)) and world.ledger.unfinished == {}
@@ -405,7 +452,7 @@ async def test_r60_a_prefill_that_the_engine_gave_up_is_a_502_at_once(by: Callab
     world = World(by=by)
     said = json.dumps({"choices": [{"finish_reason": reason}], "kv_transfer_params": PARAMS}).encode()
     world.caller.behaviour = {P0: lambda call: said, D0: hangs}
-    with pytest.raises(EngineBroke, match=f"{P0}.*gave up"):
+    with pytest.raises(EngineProtocolError, match=f"{P0}.*gave up"):
         await asyncio.wait_for(world.ask(), 1)
     assert all(call.cancelled for call in world.caller.to(D0)) and world.ledger.unfinished == {}
     assert world.ledger.latencies[P0] == 0
@@ -434,7 +481,7 @@ async def test_where_prefill_names_no_place_decode_computes_it_again_and_it_is_c
 async def test_where_prefill_names_no_place_it_can_be_a_502_instead(said: bytes) -> None:
     world = World(by=nixl(recompute=False))
     world.caller.behaviour[P0] = lambda call: said
-    with pytest.raises(EngineBroke, match=f"{P0}.*kv_transfer_params") as caught:
+    with pytest.raises(EngineProtocolError, match=f"{P0}.*kv_transfer_params") as caught:
         await world.ask()
     assert caught.value.status == 502
     assert world.called == [P0] and world.ledger.unfinished == {}
@@ -449,7 +496,8 @@ async def test_r61_another_decode_node_is_asked_where_the_first_refuses(by: Call
     world = World(*nodes_of(0, prefill=1, decode=2), by=by)
     world.caller.behaviour = {D0: refuses}
     assert await world.served() == D1
-    assert world.ledger.latencies == {P0: 1, D0: 0, D1: 1}
+    # Both at once, prefill has ended by the time decode refuses, and computes again.
+    assert world.ledger.latencies == {P0: 1 + (by is Both), D0: 0, D1: 1}
 
 
 async def test_r61_the_other_decode_node_gets_the_same_hand_over_and_prefill_is_not_asked_again() -> None:
@@ -502,17 +550,86 @@ async def test_r61_a_decode_node_that_can_not_be_reached_is_told_and_given_back(
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize(
-    "failure", [EngineTimeout("slow", stage="first_byte"), EngineBroke("reset")], ids=lambda e: type(e).__name__
-)
-async def test_r61_a_decode_node_that_may_have_begun_is_not_replaced(
-    by: Callable[..., Protocol], failure: UpstreamError
+@pytest.mark.parametrize("failure", MAY_HAVE_BEGUN, ids=name_of)
+async def test_r61_where_a_decode_node_may_have_begun_another_gets_a_hand_over_of_its_own(
+    by: Callable[..., Protocol], failure: UpstreamError | int
 ) -> None:
-    world = World(*nodes_of(0, prefill=1, decode=2), by=by)
-    world.caller.behaviour[D0] = lambda call: failure
-    with pytest.raises(type(failure)):
-        await world.ask()
-    assert D1 not in world.called and world.ledger.unfinished == {}
+    budget = FakeBudget()
+    world = World(*nodes_of(0, prefill=1, decode=2), by=by, budget=budget)
+    fresh = {**PARAMS, "remote_request_id": "chatcmpl-2"}
+    world.caller.behaviour = {
+        D0: fails_by(failure),
+        (P0, 1): lambda call: json.dumps({"kv_transfer_params": fresh}).encode(),
+    }
+    assert await world.served() == D1
+    assert [world.called.count(url) for url in (P0, D0, D1)] == [2, 1, 1] and budget.taken == 1
+    assert all(response.closed for response in world.caller.responses)
+    if by is Both:
+        assert [call.body["attempt"] for call in world.caller.to(P0)] == [0, 1]
+        assert [call.body["attempt"] for call in world.caller.to(D0, D1)] == [0, 1]
+    else:
+        assert world.called == [P0, D0, P0, D1]
+        assert world.caller.to(D0)[0].body["kv_transfer_params"] == PARAMS
+        assert world.caller.to(D1)[0].body["kv_transfer_params"] == fresh
+        assert world.figures.counts == {"sessions_lost": 1}, "what the first decode node got is nobody's"
+
+
+@BOTH_WAYS
+async def test_a_500_is_tried_elsewhere_once(by: Callable[..., Protocol]) -> None:
+    world = World(*nodes_of(0, prefill=3), by=by)
+    world.caller.behaviour = {"http://p0:1": fails_by(500), "http://p1:1": fails_by(500), D0: hangs}
+    answer = await asyncio.wait_for(world.ask(), 1)
+    assert (answer.status, answer.url) == (500, P1) and "http://p2:1" not in world.called
+    answer.close(Outcome.ENGINE_ERROR)
+    await turns()
+    assert world.ledger.unfinished == {}
+
+
+@BOTH_WAYS
+async def test_behind_encoders_a_500_is_the_answer_and_a_503_is_tried_elsewhere(by: Callable[..., Protocol]) -> None:
+    for status, url in ((500, P0), (503, D0)):
+        world = World(*nodes_of(0, prefill=2), by=by)
+        world.caller.behaviour = {P0: fails_by(status), (D0, 0): hangs if by is Both else lambda call: None}
+        request = EngineRequest(b"POST", CHAT, list(HEADERS), json.dumps(CLIENT).encode(), MODEL)
+        answer = await asyncio.wait_for(world.split.open(request, retry_500=False), 1)
+        assert answer.url == url
+        answer.close(Outcome.OK)
+        await turns()
+        assert world.ledger.unfinished == {}
+
+
+@BOTH_WAYS
+async def test_retries_are_those_of_the_whole_request_whichever_leg_fails(by: Callable[..., Protocol]) -> None:
+    world = World(*nodes_of(0, prefill=4, decode=4), by=by, retries=2)
+    world.caller.behaviour = {P0: refuses, D0: fails_by(503), D1: fails_by(503)}
+    if by is Both:
+        world.caller.behaviour[D0, 0] = hangs
+    answer = await asyncio.wait_for(world.ask(), 1)
+    assert (answer.status, answer.url) == (503, D1)
+    answer.close(Outcome.ENGINE_ERROR)
+    await turns()
+    assert world.ledger.unfinished == {} and all(response.closed for response in world.caller.responses)
+
+
+async def test_a_refusal_that_breaks_off_is_decodes_failure_and_not_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(*nodes_of(0, prefill=2, decode=2), by=Both)
+    world.caller.behaviour = {P0: hangs, (P0, 1): lambda call: None, D0: fails_by(503)}
+    send = world.caller.send
+
+    async def broken(url: str, request: EngineRequest, leg: Leg) -> Any:
+        response = await send(url, request, leg)
+
+        async def read() -> bytes:
+            raise EngineBroke("reset")
+
+        if url == D0:
+            response.read = read  # type: ignore[method-assign]
+        return response
+
+    monkeypatch.setattr(world.caller, "send", broken)
+    assert await world.served() == D1
+    assert P1 not in world.called and world.caller.broken == [(D0, "EngineBroke")]
+    assert all(response.closed for response in world.caller.responses)
 
 
 @BOTH_WAYS
@@ -535,9 +652,9 @@ async def test_r47_both_at_once_decodes_failure_ends_prefill() -> None:
     answer = await asyncio.wait_for(world.ask(), 1)
     assert answer.status == 400 and world.caller.to(P0)[0].cancelled
     assert [name for name, _ in answer.headers if name == b"server-timing"] == [], "no stage has ended"
-    assert world.ledger.unfinished == {D0: 1}
+    assert world.ledger.unfinished == {}, "it was read to its end, so nothing runs"
     answer.close(Outcome.CLIENT_ERROR)
-    assert world.ledger.unfinished == {}
+    assert world.ledger.unfinished == {} and world.caller.responses[0].closed
 
 
 @BOTH_WAYS
@@ -561,6 +678,7 @@ async def test_r47_an_answer_that_breaks_off_before_its_first_byte_is_an_error_a
     with pytest.raises(EngineBroke):
         await world.ask()
     assert [response.closed > 0 for response in closed] == [True] and world.ledger.unfinished == {}
+    assert world.caller.broken == [(D0, "EngineBroke")], "the breaker is told"
 
 
 async def test_r61_decode_beside_prefill_has_its_time_from_prefills_end_on() -> None:
@@ -617,7 +735,7 @@ async def test_a_refusal_of_what_goes_void_again_and_again_is_the_answer_in_the_
     assert world.ledger.unfinished == {} and all(response.closed for response in world.caller.responses)
 
 
-async def test_where_prefill_can_not_be_asked_again_decodes_answer_is_closed() -> None:
+async def test_where_prefill_can_not_be_asked_again_decodes_answer_is_the_answer() -> None:
     world = World(by=voided(1))
 
     def refuse(call: Call) -> tuple[int, bytes]:
@@ -625,9 +743,21 @@ async def test_where_prefill_can_not_be_asked_again_decodes_answer_is_closed() -
         return 400, b"{}"
 
     world.caller.behaviour = {D0: refuse}
-    with pytest.raises(NoNodeAvailable):
-        await world.ask()
+    answer = await world.ask()
+    assert (answer.status, answer.url) == (400, D0), "nobody else can be asked, so it is the answer"
+    assert world.ledger.unfinished == {D0: 1}
+    answer.close(Outcome.CLIENT_ERROR)
     assert world.caller.responses[0].closed and world.ledger.unfinished == {}
+
+
+async def test_to_ask_prefill_again_for_what_went_void_takes_a_retry_and_the_budget() -> None:
+    for rules in ({"retries": 0}, {"budget": FakeBudget(0)}):
+        world = World(by=voided(99), **rules)
+        world.caller.behaviour = {D0: lambda call: (400, b"{}")}
+        answer = await world.ask()
+        assert answer.status == 400 and world.called == [P0, D0]
+        answer.close(Outcome.CLIENT_ERROR)
+        assert world.ledger.unfinished == {}
 
 
 # --- a hand-over that is too old --------------------------------------------------------------------
@@ -674,14 +804,14 @@ async def test_r69_within_the_lease_the_hand_over_is_good(monkeypatch: pytest.Mo
 
 async def test_r69_a_hand_over_that_is_given_up_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    world = World(*nodes_of(0, prefill=1, decode=3))
-    refusals = clock.passes(0)
-    # Two other decode nodes have been tried, so nobody is left to try: no prefill again.
-    world.caller.behaviour = {D0: refusals, D1: clock.passes(31)}
-    with pytest.raises(EngineBroke, match="run out"):
-        await world.ask()
-    assert world.called == [P0, D0, D1] and world.ledger.unfinished == {}
-    assert world.figures.counts == {"sessions_lost": 1}
+    for retries, nodes in ((1, 3), (2, 2)):  # none may be tried any more, or none is left to try
+        world = World(*nodes_of(0, prefill=1, decode=nodes), retries=retries)
+        refusals = clock.passes(0)
+        world.caller.behaviour = {D0: refusals, D1: clock.passes(31)}
+        with pytest.raises(EngineTimeout, match="nobody there"):
+            await world.ask()
+        assert world.called == [P0, D0, D1] and world.ledger.unfinished == {}
+        assert world.figures.counts == {"sessions_lost": 1}
 
 
 # --- nodes that are missing -------------------------------------------------------------------------
@@ -836,10 +966,10 @@ async def test_an_answer_whose_client_leaves_in_the_middle_ends_both_legs() -> N
 # --- taking -----------------------------------------------------------------------------------------
 
 
-async def test_a_pair_that_is_taken_and_not_sent_is_given_back_once() -> None:
+async def test_a_pair_is_given_back_once() -> None:
     world = World(*nodes_of(0, prefill=1, decode=2))
-    held = await world.split.take(MODEL, only=D1)
-    assert (held.url, world.ledger.unfinished) == (D1, {P0: 1, D1: 1})
+    held = await world.split._take(MODEL, retry_500=True)
+    assert (held.url, world.ledger.unfinished) == (D0, {P0: 1, D0: 1})
     for _ in range(3):
         held.give_back()
     assert world.ledger.unfinished == {}
@@ -854,22 +984,14 @@ async def test_a_pair_is_taken_in_one_step() -> None:
         steps += 1
 
     world.ledger.waits = step
-    (await world.split.take(MODEL)).give_back()
+    await world.served()
     assert steps == 1 and world.ledger.taken == {P0: 1, D0: 1}
-
-
-async def test_the_wanted_decode_node_is_wanted_only_while_it_is_a_candidate() -> None:
-    world = World(*nodes_of(0, prefill=1, decode=2))
-    world.registry.set(Node(D1, role=Role.Decode, models=(MODEL,), state=State.DOWN, order=2))
-    held = await world.split.take(MODEL, only=D1)
-    assert held.url == D0
-    held.give_back()
 
 
 async def test_a_cancelled_take_holds_nothing() -> None:
     world = World()
     world.ledger.waits = asyncio.Event().wait  # type: ignore[assignment]
-    task = asyncio.create_task(world.split.take(MODEL))
+    task = world.begin()
     await turns(3)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -879,7 +1001,7 @@ async def test_a_cancelled_take_holds_nothing() -> None:
 
 async def test_a_pair_says_where_it_is() -> None:
     world = World()
-    held: Any = await world.split.take(MODEL)
+    held: Any = await world.split._take(MODEL, retry_500=True)
     assert repr(held.pair) == f"<Pair {P0} -> {D0} tried=0>"
     held.give_back()
 
@@ -892,7 +1014,8 @@ async def test_a_pair_says_where_it_is() -> None:
         (EngineTimeout("x", stage="connect"), True),
         (EngineTimeout("x", stage="first_byte"), False),
         (EngineBroke("x"), False),
-        (LinkFailed("x", url=P0), False),
+        (EngineProtocolError("x"), False),
+        (LinkFailed("x", url=P0), True),
     ],
 )
 def test_only_a_connection_that_never_stood_costs_nothing(error: UpstreamError, never: bool) -> None:

@@ -257,7 +257,7 @@ def made_by(settings: Settings) -> Any:
         worker="w",
         linked=False,  # type: ignore[arg-type]
     )
-    return dispatcher(settings, **nothing, caller=None, split=split)  # type: ignore[arg-type]
+    return dispatcher(settings, **nothing, caller=None, split=split, breakers=None, budget=None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Self
 
 from app.nodes import Role, State
+from app.store.budget import RetryBudget
 from app.store.handovers import Handovers
 from app.store.keys import Keys
 from app.store.ledger import Ledger, Ticket
 from app.store.links import LinkTable
 from app.store.migrations import Migrations
 from app.store.pipeline import RedisAddress
-from app.store.registry import Registry
+from app.store.registry import BreakerRules, Registry
 from app.store.scripts import load_scripts
 from app.store.snapshot import Pool, Snapshot
 from tests.support.quiet import counts
@@ -66,6 +67,7 @@ class Worker:
             draws=random.Random(seed),
         )
         shared = {"registry": self.registry, "keys": self.keys}
+        self.budget = RetryBudget(ledger=self.ledger, **shared)  # type: ignore[arg-type]
         self.figures = Handovers(ledger=self.ledger, **shared)  # type: ignore[arg-type]
         self.links = LinkTable(worker=name, **shared)  # type: ignore[arg-type]
         self.migrations = Migrations(ledger=self.ledger, scripts=SCRIPTS, worker=name, **shared)  # type: ignore[arg-type]
@@ -91,11 +93,13 @@ class Worker:
         return list(await asyncio.gather(*(self.ledger.acquire(of(model)) for _ in range(count))))
 
     async def leave_traces(self, prefill: str, decode: str) -> None:
-        """What split serving writes, of each kind something."""
+        """What split serving, retries and breakers write, of each kind something."""
         await self.links.claim(f"{prefill}|{decode}", "1|2", self.registry.snapshot.version, wait_s=60)
         self.migrations.hold(prefill, 7, decode=decode, life=1)
         self.figures.count("links_made")
         self.figures.took(prefill, "prefill", 0.25)
+        await self.registry.record_failure(decode, BreakerRules(threshold=100, open_s=10))
+        assert await self.budget.take()
         give_back(await self.take())  # behind the notes on the same connection
 
     async def add_ready(

@@ -57,7 +57,7 @@ WRITE: dict[str, tuple[str, ...]] = {
 
 def type_of(name: str) -> str:
     """What the page says that a key is."""
-    kind = name.replace(A, "<url>").replace("unfinished:w1", "unfinished:<worker>")
+    kind = name.replace(A, "<url>").replace(":w1", ":<worker>")
     return str(KEY_ROWS[kind][0]).lower()
 
 
@@ -80,6 +80,9 @@ RUBBISH: list[tuple[Any, ...]] = [
     *[("HSET", "latency_mean", A, value) for value in ("abc", "", "-5", "1e400", "nan", "inf", b"\xff")],
     *[("HSET", "explored", B, value) for value in NUMBERS],
     *[("HSET", "last_success", A, value) for value in NUMBERS],
+    *[("HSET", "failures", A, value) for value in NUMBERS],
+    *[("HSET", "retries", "1", value) for value in NUMBERS],
+    *[("SET", "requests:w1", value) for value in NUMBERS],
     ("HSET", "last_success", A, "+in two days"),
     ("SET", "prober", "nobody"),
     ("SET", "prober", "nobody", "PX", "99999999"),
@@ -91,6 +94,7 @@ RUBBISH: list[tuple[Any, ...]] = [
     *[("HSET", f"node:{A}", "speed", value) for value in ("0", "-1", "-2", "nan", "inf", "1e400", "abc")],
     *[("HSET", f"node:{A}", "state", value) for value in ("merry", "", "down")],
     *[("HSET", f"node:{A}", field, "abc") for field in ("order", "incarnation", "drain_until_ms", "state_since_ms")],
+    *[("HSET", f"node:{A}", field, "abc") for field in ("breaker", "breaker_until_ms", "breaker_opens")],
     ("HSET", f"node:{A}", "reason", b"\xff"),
     ("HSET", f"node:{A}", "static", "1"),
     ("SADD", "nodes", "x"),
@@ -213,7 +217,7 @@ class Scene:
 
     def others_as_before(self, damaged: str) -> None:
         """Nothing was lost but what was written over. (Versions and instants move.)"""
-        moving = ["version", "workers", "sessions", "prober", "migrations", f"node:{A}"]
+        moving = ["version", "workers", "sessions", "prober", "migrations", "requests:w1", f"node:{A}"]
         for name in KEYS:
             if name not in (damaged, *moving):
                 assert self.dump(name) == self.before[name], name
@@ -295,7 +299,8 @@ async def test_a_key_of_any_other_type_is_healed_while_all_is_idle(
             scene.write_over(name, type_)
             await aeventually(scene.healed)
             line = f"'{redis.key(name)}' was a {type_} and no {type_of(name)}; it is replaced"
-            if not name.startswith("unfinished"):  # restating and recounting mend these too, and may be first
+            # Restating, recounting and the next note mend these too, and may be first.
+            if not name.startswith(("unfinished", "requests")):
                 await aeventually(lambda line=line: line in caplog.text)
             said = [record.getMessage() for record in caplog.records if "is replaced" in record.getMessage()]
             assert said in ([line], []), "once, by whoever was first"

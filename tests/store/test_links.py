@@ -18,6 +18,14 @@ from tests.support.wait import aeventually
 P, D = "http://10.0.0.1:23333", "http://10.0.0.2:23333"
 PAIR = f"{P}|{D}"
 LIVES = "3|5"
+VERSION = 9
+"""Of the registry; what is of a later one was written by somebody else."""
+
+
+@pytest.fixture
+def redis(redis: Space) -> Space:
+    redis.cli("SET", redis.key("version"), VERSION)
+    return redis
 
 
 def text_in(space: Space, pair: str = PAIR) -> str | None:

@@ -33,6 +33,8 @@ SCRIPTS = load_scripts()
 URLS = ("http://a", "http://b", "http://c")
 WORKERS = ("w1", "w2", "w3")
 WINDOW = 3
+THRESHOLD = 2
+"""Failures in a row that open a breaker."""
 SPEEDS = {"http://a": 1.0, "http://b": 2.0, "http://c": 1.0}
 
 urls = st.sampled_from(URLS)
@@ -55,6 +57,7 @@ class Shared:
     latency: dict[str, list[float]] = field(default_factory=dict)
     latency_mean: dict[str, float] = field(default_factory=dict)
     explored: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
     last_success: set[str] = field(default_factory=set)
 
     def count(self, url: str, by: int) -> None:
@@ -67,7 +70,7 @@ class Shared:
         return self.latency_mean.get(url)
 
     def forget_history(self, url: str) -> None:
-        for history in (self.latency, self.latency_mean, self.explored):
+        for history in (self.latency, self.latency_mean, self.explored, self.failures):
             history.pop(url, None)  # type: ignore[attr-defined]
         self.last_success.discard(url)
 
@@ -171,6 +174,7 @@ class Machine(RuleBasedStateMachine):
             self.keys.latency_mean,
             self.keys.explored,
             self.keys.last_success,
+            self.keys.failures,
         ]
         said = "" if latency_s is None else repr(latency_s)
         code, version = self.run("release", keys, [worker, generation, url, said, WINDOW])
@@ -183,6 +187,7 @@ class Machine(RuleBasedStateMachine):
             model.latency[url] = [latency_s, *model.latency.get(url, [])][:WINDOW]
             model.latency_mean[url] = sum(model.latency[url]) / len(model.latency[url])
             model.explored.pop(url, None)
+            model.failures.pop(url, None)
             model.last_success.add(url)
         ledger = model.ledgers.get(worker, {})
         if ledger.get(url, 0) <= 0:
@@ -408,7 +413,9 @@ class Machine(RuleBasedStateMachine):
         model = self.model
         said = {"state": "pending", "speed": speed, "static": "0", "drain_until_ms": "0"}
         flat = [part for item in said.items() for part in item]
-        reply = self.run("add_node", [*self.node_keys(url), self.keys.engine_keys], [url, key, *flat])
+        keys = [*self.node_keys(url), self.keys.engine_keys, self.keys.failures]
+        reply = self.run("add_node", keys, [url, key, *flat])
+        model.failures.pop(url, None)
         before = model.nodes.get(url)
         model.version += 1
         version = str(model.version)
@@ -453,6 +460,7 @@ class Machine(RuleBasedStateMachine):
         said = {"this one": node.get("incarnation", "0"), "another one": "999999"}.get(when, when)
         keys = [*self.node_keys(url), self.keys.engine_keys, self.keys.latency(url), self.keys.latency_mean]
         keys += [self.keys.explored, self.keys.last_success, self.keys.unfinished, self.keys.stages(url)]
+        keys.append(self.keys.failures)
         reply = self.run("remove_node", keys, [url, said])
         if url not in model.nodes:
             assert reply == [6, model.version]
@@ -472,6 +480,54 @@ class Machine(RuleBasedStateMachine):
         model.forget_history(url)
         model.version += 1
         assert reply == [0, model.version]
+
+    # --- breakers: how long one stays open is left out, that is the clock's --------------------------
+
+    @property
+    def breaker_keys(self) -> list[str]:
+        return [self.keys.version, self.keys.failures]
+
+    @rule(url=urls)
+    def fail_a_connection(self, url: str) -> None:
+        model = self.model
+        arguments = [url, THRESHOLD, 0, 60_000]
+        reply = self.run("record_failure", [self.keys.node(url), *self.breaker_keys], arguments)
+        node = model.nodes.get(url)
+        if not node:  # a deleted hash is no node
+            assert reply == [6, model.version]
+            return
+        count = model.failures[url] = model.failures.get(url, 0) + 1
+        breaker = node.get("breaker", "closed")
+        if breaker == "open" or (breaker == "closed" and count < THRESHOLD):
+            assert reply == [8, model.version]
+            return
+        in_a_row = breaker == "half_open" or count > THRESHOLD
+        opens = int(node.get("breaker_opens", "0")) + 1 if in_a_row else 1
+        node.update(breaker="open", breaker_opens=str(opens))
+        model.version += 1
+        assert reply == [0, model.version]
+
+    @rule(url=urls, move=st.sampled_from(["half_open", "trial", "close", "close on probation"]))
+    def move_breaker(self, url: str, move: str) -> None:
+        model = self.model
+        reply = self.run("move_breaker", [self.keys.node(url), *self.breaker_keys], [url, move, THRESHOLD])
+        node = model.nodes.get(url, {})
+        breaker = node.get("breaker", "closed")
+        froms = {"half_open": ["open"], "close": ["open", "half_open"]}.get(move, ["half_open"])
+        if breaker not in froms or (move == "trial" and reply[0] == 7):  # of trials: test_breakers.py
+            assert reply == [7, model.version]
+            return
+        if move == "trial":
+            assert reply == [0, model.version]
+            return
+        model.version += 1
+        assert reply == [0, model.version]
+        node["breaker"] = "half_open" if move == "half_open" else "closed"
+        if move == "close":
+            model.failures.pop(url, None)
+            node.pop("breaker_opens", None)
+        elif move == "close on probation":
+            model.failures[url] = THRESHOLD
 
     def restore(self, worker: str, *, repair: bool) -> None:
         model = self.model
@@ -583,7 +639,7 @@ class Machine(RuleBasedStateMachine):
         assert {url.decode() for url in members} == set(model.nodes)
         assert texts(engine_keys) == model.engine_keys
         for url, fields in zip(URLS, map(texts, hashes), strict=True):
-            for by_the_clock in ("registered_at_ms", "state_since_ms"):
+            for by_the_clock in ("registered_at_ms", "state_since_ms", "breaker_until_ms", "trial_until_ms"):
                 fields.pop(by_the_clock, None)
             expected = model.nodes.get(url, {})
             if fields.get("drain_until_ms", "0") != "0" and expected.get("state") == "draining":
@@ -596,12 +652,14 @@ class Machine(RuleBasedStateMachine):
         with self.client.pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.latency_mean)
             pipe.hgetall(keys.explored)
+            pipe.hgetall(keys.failures)
             pipe.hkeys(keys.last_success)
             for url in URLS:
                 pipe.lrange(keys.latency(url), 0, -1)
-            means, explored, successes, *windows = pipe.execute()
+            means, explored, failures, successes, *windows = pipe.execute()
         assert {url: float(mean) for url, mean in texts(means).items()} == pytest.approx(model.latency_mean)
         assert numbers(explored) == model.explored
+        assert numbers(failures) == model.failures
         assert {url.decode() for url in successes} == model.last_success
         kept = {url: [float(x) for x in window] for url, window in zip(URLS, windows, strict=True) if window}
         assert kept == model.latency

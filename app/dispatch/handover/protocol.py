@@ -64,8 +64,10 @@ class Protocol(ABC):
             return response
         try:
             first = await response.read()
-        except BaseException:
+        except BaseException as e:
             response.close()
+            if isinstance(e, UpstreamError):
+                self.caller.broke(url, e)
             raise
         pair.took("decode", url, time.monotonic() - begun_s)
         return Begun(response, first)
@@ -215,7 +217,7 @@ class Sequential(Protocol):
     async def _decode_again(self, pair: Pair, handed: Handed, status: int) -> bool:
         """Whether a refused hand-over is to be made once more, at the same decode node or another."""
         if handed.voided():
-            return pair.retries.left > 0 and await pair.prefill_again()
+            return await pair.retries.may_again() and await pair.prefill_again()
         if not pair.retries.concerns(status) or not await pair.retries.may(status):
             return False
         return await pair.replace_decode() and await pair.prefill_again()
@@ -277,7 +279,8 @@ class Concurrent(Protocol):
             except UpstreamError as e:
                 failure = e
                 again = await pair.retries.may(failure)
-            self.failed(prefill)
+            if not isinstance(failure, int) or failure >= 500:  # what is below is the request's own fault
+                self.failed(prefill)
             again = again and await pair.replace(url) and (pair.prefill.held or await pair.prefill_again())
             if again:
                 continue
@@ -306,7 +309,7 @@ class Concurrent(Protocol):
             response = decode.result()
             if response.status >= 400:
                 await _end(prefill)
-                return await _refusal(pair, response)
+                return await self._refusal(pair.decode.url, response)
         except BaseException:
             await _end(prefill)
             await _end(decode)
@@ -332,6 +335,18 @@ class Concurrent(Protocol):
             return self.read(prefill.result()) if prefill.done() and _succeeded(prefill) else None
         except UpstreamError:
             return None
+
+    async def _refusal(self, url: str, response: Response) -> Answer:
+        """Decode's failure, read to its end, so that its count can be given back whatever is done with it."""
+        body = bytearray()
+        try:
+            while len(body) < REFUSAL_LIMIT_BYTES and (chunk := await response.read()):
+                body += chunk
+        except UpstreamError as e:
+            self.caller.broke(url, e)
+            raise _LegFailed(url, e) from e
+        response.close()
+        return Answer(Whole(url, response.status, response.headers, bytes(body)), url, ())
 
     async def _prefill_leg(self, pair: Pair, request: EngineRequest) -> Whole:
         url, begun_s = pair.prefill.url, time.monotonic()
@@ -377,15 +392,6 @@ async def finish(pair: Pair, response: Response, known: Known, *, url: str) -> A
     answer = Answer(response, url, (pair.decode,))
     answer.headers = [*answer.headers, *pair.server_timing()]
     return answer
-
-
-async def _refusal(pair: Pair, response: Response) -> Answer:
-    """Decode's failure, read to its end, so that its count can be given back whatever is done with it."""
-    body = bytearray()
-    while len(body) < REFUSAL_LIMIT_BYTES and (chunk := await response.read()):
-        body += chunk
-    response.close()
-    return Answer(Whole(pair.decode.url, response.status, response.headers, bytes(body)), pair.decode.url, ())
 
 
 def _too_slow(url: str, limit_s: float) -> EngineTimeout:
