@@ -5,7 +5,8 @@
 -- KEYS[3]  failures           HASH   url -> failures in a row, all workers
 -- ARGV[1]  url                node
 -- ARGV[2]  move               'half_open': if its time is over; 'trial': claim the one trial of a half-open
---                             breaker; 'close': a request succeeded; 'close on probation': a probe did
+--                             breaker; 'leave trial': it was given up; 'close': a request succeeded;
+--                             'close on probation': a probe did
 -- ARGV[3]  number             trial: ms after which a trial that told nothing may be claimed again;
 --                             close on probation: failures that stay counted; else not used
 -- RETURN   {code, version}    code: 0 moved, 7 not from where it is
@@ -34,6 +35,9 @@ elseif move == 'trial' then
     end
     -- No change of the registry: everybody else goes on as before.
     redis.call('HSET', node, 'trial_until_ms', string.format('%.0f', now_ms + tonumber(number)))
+    return { 0, version }
+elseif move == 'leave trial' then
+    redis.call('HDEL', node, 'trial_until_ms')
     return { 0, version }
 elseif move == 'close on probation' then
     if breaker ~= 'half_open' then

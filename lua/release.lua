@@ -15,11 +15,13 @@
 -- ARGV[3]  url                node
 -- ARGV[4]  latency            seconds, '' where the answer did not end well
 -- ARGV[5]  window             how many latencies are kept
+-- ARGV[6]  answered           '1': the node answered, whatever it said, so its connections work
 -- RETURN   {code, version}    code: 0 released, 1 not a member (restate), 3 none was counted
 -- COST     O(window)          CALLER app/store/ledger.py
 local unfinished, ledger, sessions, version_key, nodes = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local window_key, latency_mean, explored, last_success, failures = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local worker, generation, url, latency, window = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+local answered = ARGV[6] == '1'
 
 local version = tonumber(redis.call('GET', version_key) or '0') or 0
 if redis.call('HGET', sessions, worker) ~= generation then
@@ -37,9 +39,11 @@ if latency ~= '' and redis.call('SISMEMBER', nodes, url) == 1 then
     end
     redis.call('HSET', latency_mean, url, string.format('%.9f', sum / #kept))
     redis.call('HDEL', explored, url)
-    redis.call('HDEL', failures, url)
     local now = redis.call('TIME')
     redis.call('HSET', last_success, url, string.format('%.0f', now[1] * 1000 + math.floor(now[2] / 1000)))
+end
+if answered then
+    redis.call('HDEL', failures, url)
 end
 
 if tonumber(redis.call('HGET', ledger, url) or 0) <= 0 then

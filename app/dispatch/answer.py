@@ -80,7 +80,7 @@ class Answer:
     `broke` is told of a node whose answer ends before its end.
     """
 
-    __slots__ = ("_broke", "_response", "_tickets", "headers", "status", "url")
+    __slots__ = ("_broke", "_broken", "_response", "_tickets", "headers", "status", "url")
 
     def __init__(
         self,
@@ -91,6 +91,7 @@ class Answer:
     ) -> None:
         self.url = url
         self._broke = broke
+        self._broken = False
         self.status = response.status
         self.headers = response.headers
         self._response = response
@@ -101,17 +102,23 @@ class Answer:
         try:
             return await self._response.read()
         except UpstreamError as e:
-            if self._broke is not None:
-                self._broke(self.url, e)
+            self.failed(e)
             raise
+
+    def failed(self, error: UpstreamError) -> None:
+        """The answer is not what its engine meant to say: it broke off."""
+        self._broken = True
+        if self._broke is not None:
+            self._broke(self.url, error)
 
     def close(self, outcome: Outcome) -> None:
         """End the engine's side (aborting it where it is not at its end) and release. Once, at once."""
+        answered = outcome is not Outcome.ABORTED and not self._broken
         try:
             self._response.close()
         finally:
             for ticket in self._tickets:
-                ticket.release(succeeded=outcome is Outcome.OK)
+                ticket.release(succeeded=outcome is Outcome.OK, answered=answered)
 
 
 class Held(Protocol):

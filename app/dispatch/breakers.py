@@ -55,6 +55,12 @@ class Breakers:
             self._closing.add(url)
             self._tell(self._close(url))
 
+    def left(self, url: str) -> None:
+        """A request left the node before it answered: if it was the trial, another may make it."""
+        node = self._registry.snapshot.nodes.get(url)
+        if node is not None and node.breaker == Breaker.HALF_OPEN:
+            self._tell(self._registry.move_breaker(url, "leave trial"))
+
     async def select(self, otherwise: Select, model: str, *roles: Role) -> Select:
         """Whom a request is to be counted on: a node on trial, if it is this request that makes it."""
         if not self._registry.snapshot.broken:

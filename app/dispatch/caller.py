@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from enum import Enum
 
@@ -73,6 +74,10 @@ class Caller:
                 request.body,
                 self._timeouts[leg],
             )
+        except asyncio.CancelledError:
+            if url in self._registry.snapshot.broken:
+                self._breakers.left(url)
+            raise
         except UpstreamError as e:
             if isinstance(e, EngineRefused):
                 self._registry.refused(url)

@@ -93,6 +93,7 @@ class Relay:
             broke = e
         if broke is None and self._expects_done and not tail.done:
             broke = EngineBroke("The engine ended its stream before it was complete")
+            self._answer.failed(broke)
         if broke is None or self.complete:
             return await self._finish()
         return await self._break(broke)
@@ -112,7 +113,9 @@ class Relay:
         except UpstreamError as e:
             return await self._break(e)
         if left_bytes > 0:
-            return await self._break(EngineBroke("The engine's answer is shorter than its Content-Length"))
+            short = EngineBroke("The engine's answer is shorter than its Content-Length")
+            self._answer.failed(short)
+            return await self._break(short)
         return await self._finish()
 
     async def _finish(self, last: bytes = b"") -> Outcome:

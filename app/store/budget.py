@@ -40,7 +40,7 @@ class RetryBudget:
             self._own.popleft()
         affordable = await self._ask()
         if affordable is None:
-            affordable = len(self._own) + 1 <= FLOOR + RATIO * self._ledger.requests_in_window
+            affordable = len(self._own) + 1 <= FLOOR / self._ledger.workers + RATIO * self._ledger.requests_in_window
         if affordable:
             self._own.append(now_s)
         else:

@@ -72,11 +72,16 @@ class Ticket:
         """Whether it has not been released."""
         return self._ledger is not None
 
-    def release(self, *, succeeded: bool) -> None:
-        """Count the request as finished; its latency enters the node's window if it `succeeded`."""
+    def release(self, *, succeeded: bool, answered: bool = False) -> None:
+        """Count the request as finished; its latency enters the node's window if it `succeeded`.
+
+        Args:
+            answered: the node answered, whatever it said: its connections work.
+        """
         ledger, self._ledger = self._ledger, None
         if ledger is not None:
-            ledger._release(self.url, time.monotonic() - self._since if succeeded else None)
+            latency_s = time.monotonic() - self._since if succeeded else None
+            ledger._release(self.url, latency_s, answered=answered or succeeded)
 
 
 class Ledger:
@@ -114,6 +119,7 @@ class Ledger:
         self._pipeline: Pipeline | None = None
         self._generation = 0
         self._changes = 0
+        self.workers = 1  # of the deployment, when Redis last said so
         self._requests = 0  # ever, and at the last renewals of the lease
         self._requests_before: deque[int] = deque([0], maxlen=round(WINDOW_S / RENEW_S))
         self._acquiring = 0
@@ -341,7 +347,7 @@ class Ledger:
 
     # --- release ----------------------------------------------------------------------------------
 
-    def _release(self, url: str, latency_s: float | None) -> None:
+    def _release(self, url: str, latency_s: float | None, *, answered: bool = False) -> None:
         left = self.counts[url] - 1
         if left:
             self.counts[url] = left
@@ -366,7 +372,7 @@ class Ledger:
             keys.failures,
         )
         latency = "" if latency_s is None else f"{latency_s:.6f}"
-        arguments = (self.worker, self._generation, url, latency, WINDOW)
+        arguments = (self.worker, self._generation, url, latency, WINDOW, "1" if answered else "0")
         self._pipeline.submit(self._scripts["release"].evalsha(names, arguments), self._released)
 
     def _released(self, reply: Reply) -> None:
@@ -390,6 +396,12 @@ class Ledger:
     def _note_requests(self) -> None:
         self.note("SET", self._keys.requests(self.worker), self.requests_in_window, "EX", WINDOW_S + 5)
         self._requests_before.append(self._requests)
+        if self._pipeline is not None:
+            self._pipeline.submit(("ZCARD", self._keys.workers), self._heard_of_workers)
+
+    def _heard_of_workers(self, reply: Reply) -> None:
+        if isinstance(reply, int):
+            self.workers = max(1, reply)
 
     def note(self, *command: Argument) -> None:
         """Send a command that nobody waits for, behind all that was sent before; lost while Redis is away."""

@@ -91,7 +91,7 @@ class FakeLedger:
         self.taken[url] += 1
         return Ticket(self, url)  # type: ignore[arg-type]
 
-    def _release(self, url: str, latency_s: float | None) -> None:
+    def _release(self, url: str, latency_s: float | None, *, answered: bool = False) -> None:
         assert self.counts[url] > 0, f"{url} was given back more often than taken"
         self.counts[url] -= 1
         self.latencies[url] += latency_s is not None

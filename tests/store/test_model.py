@@ -177,7 +177,7 @@ class Machine(RuleBasedStateMachine):
             self.keys.failures,
         ]
         said = "" if latency_s is None else repr(latency_s)
-        code, version = self.run("release", keys, [worker, generation, url, said, WINDOW])
+        code, version = self.run("release", keys, [worker, generation, url, said, WINDOW, int(latency_s is not None)])
         model = self.model
         assert version == model.version
         if model.sessions.get(worker) != generation:
@@ -187,8 +187,9 @@ class Machine(RuleBasedStateMachine):
             model.latency[url] = [latency_s, *model.latency.get(url, [])][:WINDOW]
             model.latency_mean[url] = sum(model.latency[url]) / len(model.latency[url])
             model.explored.pop(url, None)
-            model.failures.pop(url, None)
             model.last_success.add(url)
+        if latency_s is not None:
+            model.failures.pop(url, None)
         ledger = model.ledgers.get(worker, {})
         if ledger.get(url, 0) <= 0:
             assert code == 3
