@@ -388,9 +388,13 @@ class Ledger:
 
     # --- notes ------------------------------------------------------------------------------------
 
+    def count_no_request(self) -> None:
+        """The next acquire is for a request that has been counted already."""
+        self._requests -= 1
+
     @property
     def requests_in_window(self) -> int:
-        """This worker's of the last seconds, retries among them."""
+        """This worker's of the last seconds."""
         return self._requests - self._requests_before[0]
 
     def _note_requests(self) -> None:
