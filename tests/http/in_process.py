@@ -117,8 +117,8 @@ class Face:
             if transport.closing:
                 break
             protocol.data_received(piece)
-        # What waits for the rest of a body waits until the client is gone.
-        await until(lambda: all(cycle.response_complete or cycle.more_body for cycle in protocol._cycles), 5)
+        # What waits for the rest of a body, or behind a connection's last answer, does so until the client is gone.
+        await until(lambda: transport.closing or all(c.response_complete or c.more_body for c in protocol._cycles), 5)
         protocol.connection_lost(None)
         await until(lambda: not self._state.tasks, 5)
         return transport
