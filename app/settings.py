@@ -388,6 +388,11 @@ class Settings(BaseSettings):
         256 * 2**20,
         description="Largest request body, in bytes or with a suffix; default 256MiB. Images and audio come inside it.",
     )
+    client_timeout_s: Seconds = Field(
+        60.0,
+        description="Seconds that a client may take for the head of its request, or for 64 KiB of its body or of its "
+        "answer; 0 = off.",
+    )
     connect_timeout_s: Seconds = Field(5.0, description="Seconds to reach an engine; 0 = off.")
     first_byte_timeout_s: Seconds = Field(
         600.0,

@@ -34,11 +34,18 @@ from uvicorn_worker import UvicornWorker
 from app.errors import BadRequest, EvenhandError, error_answer
 from app.settings import Settings
 from workers.half_closed import HalfClosed
+from workers.patience import Kind, Owed, Patience
+from workers.request_head import HEAD_LIMIT_BYTES, HEADERS_LIMIT, HeadTooLarge, fault_of
 
 logger = logging.getLogger("uvicorn.error")
 
-HEAD_LIMIT_BYTES = 64 * 1024  # request line and headers; httptools itself has no limit
 PIPELINED_AT_ONCE = 16  # requests of one connection that are read ahead; more wait in the socket
+# One read may hold thousands, each of them a task and a timer to come: what is beyond is not served.
+PIPELINED_AT_MOST = 256
+CHUNK_OVERHEAD_BYTES = 16  # that a chunk may cost without counting towards what surrounds a body
+# After a refusal what the client still sends is read and dropped for this long: a close over unread bytes is a reset,
+# which takes the refusal away from it before it was read.
+LAST_READ_S = 1.0
 HEARTBEAT_S = 1.0
 POLL_S = 0.05
 # An idle keep-alive connection may have a request under way to us. Kept open for this long, the request is
@@ -55,10 +62,10 @@ MASTER_MARGIN_S = LAST_WORDS_S + CANCEL_WAIT_S + LIFESPAN_SHUTDOWN_S + 2.0
 READY_FD_VARIABLE = "EVENHAND_READY_FD"
 
 
-class HeadTooLarge(EvenhandError):
-    status = 431
+class ClientTooSlow(EvenhandError):
+    status = 408
     type = "invalid_request_error"
-    code = "head_too_large"
+    code = "request_timeout"
 
 
 class CloseDelimited(int):
@@ -72,8 +79,8 @@ class CloseDelimited(int):
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 protocol with a limit on the head, an end to keep-alive while the server stops, and
-    an answer to those who offer an upgrade or have ended their side of the connection.
+    """uvicorn's HTTP/1.1 protocol with limits on what one client may hold, an end to keep-alive while the server stops,
+    and an answer to those who offer an upgrade or have ended their side of the connection.
 
     Java's HttpClient, among others, offers h2c with its first request. httptools takes every offer as accepted
     and skips the body, so such a POST would arrive empty: it is read again without the offer.
@@ -81,57 +88,111 @@ class Protocol(HttpToolsProtocol):
 
     _cycles: tuple[RequestResponseCycle, ...] = ()  # running and waiting, in order
     _in_head = True
-    _heads = 0  # complete heads seen on this connection
-    _head_bytes = 0  # of the unfinished one
+    _begun = False  # the head that is being read
+    _heads = 0  # complete ones seen on this connection
+    _head_bytes = 0  # of the latest, as far as the parser has told
+    _body_bytes = 0  # of this connection
+    _overhead_bytes = 0  # received since the last head, body's end or refusal, and no part of a body
+    _pauses = 0  # how often the client was too slow in reading
     _idle_since = 0.0  # time.monotonic()
     _half_closed: HalfClosed | None = None
+    _fault: EvenhandError | None = None  # why a callback has ended the parsing
+    _refusal: EvenhandError | None = None  # to be told once the answers before it are out
+    _patience: Patience | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        limit_s: float = getattr(self.server_state, "client_timeout_s", 0.0)
+        self._patience = Patience(self.loop, limit_s, self._owed, self._give_up)
 
     def data_received(self, data: bytes) -> None:
-        was_in_head, heads = self._in_head, self._heads
         self._unset_keepalive_if_required()
+        if self._refusal is not None:
+            return
+        heads, bodies, before = self._heads, self._body_bytes, self._in_head
+        self._overhead_bytes += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as e:
             self._read_without_upgrade(data[e.args[0] :])
         except httptools.HttpParserError:
-            self._refuse(BadRequest("the request is not valid HTTP/1.1"))
-        # A chunk in which a head ended may hold a whole body: only chunks that are nothing but head count.
-        if was_in_head and self._in_head and heads == self._heads:
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_LIMIT_BYTES:
-                self._refuse(HeadTooLarge(f"request line and headers are longer than {HEAD_LIMIT_BYTES} bytes"))
+            # `_fault` has named it where the rule is ours and not the parser's.
+            self._refuse(self._fault or BadRequest("the request is not valid HTTP/1.1"))
+        if heads != self._heads or before != self._in_head:
+            # Something ended in this read, so that not all of it belongs to what is still open.
+            self._overhead_bytes = 0
+            return
+        # Never below 0: many small chunks earn no credit for a long trailer.
+        self._overhead_bytes = max(0, self._overhead_bytes - (self._body_bytes - bodies))
+        if self._overhead_bytes > HEAD_LIMIT_BYTES:
+            what = "the request's chunk sizes and trailers are too long"
+            self._refuse(HeadTooLarge() if self._in_head else BadRequest(what))
+
+    # --- what the parser says, inside data_received
+
+    def _stop(self, fault: EvenhandError) -> None:
+        """End the parsing: whatever a callback raises becomes an HttpParserError."""
+        self._fault = fault
+        raise ValueError(fault.message)
 
     def on_message_begin(self) -> None:
+        self._begun = True
         self._head_bytes = 0
         super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # Trailers come through here too; uvicorn would put them among the headers, past every filter in front of us.
         if self._in_head:
+            self._count_head(len(name) + len(value) + 4)
+            if len(self.headers) >= HEADERS_LIMIT:
+                self._stop(HeadTooLarge())
             super().on_header(name, value)
+
+    def _count_head(self, size_bytes: int) -> None:
+        self._head_bytes += size_bytes
+        if self._head_bytes > HEAD_LIMIT_BYTES:
+            self._stop(HeadTooLarge())
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return
-        self._in_head = False
-        self._heads += 1
+        if fault := fault_of(self.parser.get_http_version(), self.url, self.headers):
+            self._stop(fault)
+        self._cycles = tuple(cycle for cycle in self._cycles if not cycle.response_complete)
+        if len(self._cycles) >= PIPELINED_AT_MOST:
+            self._stop(BadRequest(f"more than {PIPELINED_AT_MOST} requests at once on one connection"))
         super().on_headers_complete()
+        self._in_head = self._begun = False
+        self._heads += 1
         if self.scope["http_version"] == "1.0":
             # uvicorn would send chunks, which HTTP/1.0 does not have: there a body ends with the connection.
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = CloseDelimited()
-        self._cycles = (*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle)
+        self._cycles = (*self._cycles, self.cycle)
         if 1 < len(self._cycles) <= PIPELINED_AT_ONCE:
             # uvicorn stops reading behind the first pipelined request; an unread socket tells of no departure.
             self.flow.resume_reading()
         if getattr(self.server_state, "stopping", False):
             self.cycle.keep_alive = False
 
+    def on_chunk_header(self) -> None:
+        self._overhead_bytes -= CHUNK_OVERHEAD_BYTES
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
         self._in_head = True
         super().on_message_complete()
+
+    # --- the end of a connection
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection where whole requests wait for an answer whose head is still to come.
@@ -146,21 +207,31 @@ class Protocol(HttpToolsProtocol):
             self._half_closed = HalfClosed(self.loop, self.transport, self._may_send_interim)
         return True
 
+    def _running(self) -> RequestResponseCycle | None:
+        return next((cycle for cycle in self._cycles if not cycle.response_complete), None)
+
     def _may_send_interim(self) -> bool:
-        running = next((cycle for cycle in self._cycles if not cycle.response_complete), None)
+        running = self._running()
         return running is not None and not running.response_started and running.scope["http_version"] == "1.1"
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._patience is not None:
+            self._patience.end()
+        self._tell_of_departure()
+        super().connection_lost(exc)
+
+    def _tell_of_departure(self) -> None:
         # uvicorn tells only the latest request; the one that runs is the first of a pipeline.
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
-        super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         self._idle_since = time.monotonic()
         super().on_response_complete()
+        if self._refusal is not None:
+            self._refuse_in_turn()
 
     def wind_down(self, *, idle_before: float) -> None:
         """Let this connection end with the answer that runs on it; what runs is not touched."""
@@ -172,6 +243,34 @@ class Protocol(HttpToolsProtocol):
             # body would race with its next request: such a connection is closed when it has been idle.
             self.cycle.keep_alive = False
 
+    # --- clients that do not get on
+
+    def pause_writing(self) -> None:
+        self._pauses += 1
+        super().pause_writing()
+
+    def _owed(self) -> Owed | None:
+        unsent_bytes = self.transport.get_write_buffer_size()
+        if self.flow.write_paused or (self.transport.is_closing() and unsent_bytes):
+            return Owed(Kind.ANSWER, self._pauses, -unsent_bytes)
+        if self.flow.read_paused or self._refusal is not None or self.transport.is_closing():
+            return None
+        if not self._in_head:
+            return Owed(Kind.BODY, self._heads, self._body_bytes)
+        # Between two requests uvicorn's keep-alive timer runs, until the first byte of the next one.
+        idle = self.timeout_keep_alive_task is not None or self._running() is not None
+        return Owed(Kind.HEAD, self._heads) if self._begun or not idle else None
+
+    def _give_up(self, owed: Owed) -> None:
+        if owed.kind is Kind.ANSWER:
+            self.transport.abort()  # close() would wait until the rest is read
+        elif owed.kind is Kind.HEAD and not self._begun:
+            self.transport.close()
+        else:
+            self._refuse(ClientTooSlow(f"{owed.kind.value} did not come in time (--client-timeout-s)"))
+
+    # --- refusals
+
     def _read_without_upgrade(self, rest: bytes) -> None:
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":
@@ -180,7 +279,7 @@ class Protocol(HttpToolsProtocol):
         lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
         for name, value in self.headers:
             if name == b"connection":
-                kept = [t for t in value.split(b",") if t.strip().lower() in (b"close", b"keep-alive")]
+                kept = [t for t in value.split(b",") if t.strip().lower() not in (b"upgrade", b"http2-settings")]
                 lines.append(b"connection: " + b",".join(kept))
             elif name not in (b"upgrade", b"http2-settings"):
                 lines.append(name + b": " + value)
@@ -188,12 +287,31 @@ class Protocol(HttpToolsProtocol):
         self.data_received(b"\r\n".join([*lines, b"", b""]) + rest)
 
     def _refuse(self, error: EvenhandError) -> None:
-        if self.transport.is_closing():
+        """Say what is wrong with what the client sent last, and serve it no more.
+
+        An answer that is under way to an earlier request is not disturbed: the refusal comes after it.
+        """
+        if self._refusal is None and not self.transport.is_closing():
+            self._refusal = error
+            self.flow.resume_reading()  # what still comes is dropped
+            self._refuse_in_turn()
+
+    def _refuse_in_turn(self) -> None:
+        running = self._running()
+        broken = self.cycle if not self._in_head else None
+        if self._refusal is None or self.transport.is_closing() or (running is not None and running is not broken):
             return
-        status, headers, body = error_answer(error)
+        self._unset_keepalive_if_required()
+        if broken is not None and broken.response_started:
+            self.transport.close()  # it has its answer, or a part of it: there is no place left to say more
+            return
+        self._tell_of_departure()
+        status, headers, body = error_answer(self._refusal)
         lines = [STATUS_LINE[status], *(b"%s: %s\r\n" % header for header in headers)]
         self.transport.write(b"".join([*lines, b"connection: close\r\n\r\n", body]))
-        self.transport.close()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LAST_READ_S, self.transport.close)
 
 
 class GracefulServer(Server):
@@ -309,7 +427,9 @@ class EvenhandWorker(UvicornWorker):  # type: ignore[misc]
 
     async def _serve(self) -> None:
         self.config.app = self.wsgi
-        server = GracefulServer(self.config, self.wsgi, grace_s=Settings.load().grace_s)
+        settings = Settings.load()
+        server = GracefulServer(self.config, self.wsgi, grace_s=settings.grace_s)
+        server.server_state.client_timeout_s = settings.client_timeout_s  # type: ignore[attr-defined]
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, server.stop)
         loop.add_signal_handler(signal.SIGQUIT, server.stop_quickly)

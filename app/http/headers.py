@@ -17,6 +17,7 @@ from app.errors import Headers
 HOP_BY_HOP = frozenset(
     (
         b"connection",
+        b"http2-settings",
         b"keep-alive",
         b"proxy-authenticate",
         b"proxy-authorization",
@@ -27,7 +28,8 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     )
 )
-"""Source: RFC 9110 section 7.6.1 and what RFC 2616 section 13.5.1 named; any other `proxy-*` goes too."""
+"""Source: RFC 9110 section 7.6.1 and what RFC 2616 section 13.5.1 named; any other `proxy-*` goes too.
+RFC 7540 section 3.2.1 for `http2-settings`, which belongs to an Upgrade."""
 
 CLIENT_KEYS = frozenset((b"authorization", b"x-api-key", b"api-key"))
 """Where OpenAI, Anthropic and Azure clients carry their key."""
@@ -96,7 +98,7 @@ def for_engine(scope: Scope, identifier: bytes, not_for_engine: frozenset[bytes]
                 named |= _options(value)
             elif name == b"x-forwarded-for":
                 hops.append(value)
-        elif not name.startswith(b"proxy-"):
+        elif not name.startswith(b"proxy-") and (b"_" not in name or not _is_spelt_otherwise(name, not_for_engine)):
             kept.append(pair)
     if named:
         kept = [pair for pair in kept if pair[0] not in named]
@@ -110,6 +112,12 @@ def for_engine(scope: Scope, identifier: bytes, not_for_engine: frozenset[bytes]
     kept.append((b"x-forwarded-proto", scope["scheme"].encode()))
     kept.append((b"x-request-id", identifier))
     return kept
+
+
+def _is_spelt_otherwise(name: bytes, not_for_engine: frozenset[bytes]) -> bool:
+    """Whether `content_length` and the like: WSGI, CGI and what is modelled on them take it for `content-length`."""
+    spelt = name.replace(b"_", b"-")
+    return spelt in not_for_engine or spelt.startswith(b"proxy-")
 
 
 class ClientHead:

@@ -31,6 +31,7 @@ from app.http.relay import Relay
 log = logging.getLogger("evenhand.http")
 
 DECODED_AT_MOST = 4
+_NOT_IN_PATHS = re.compile("[\x00-\x1f\x7f\ufffd]").search
 LAST_WORDS_S = 0.5
 """How long a stopping worker waits for a client that does not take the last event."""
 
@@ -147,23 +148,29 @@ def path_for_engine(scope: Scope) -> bytes:
     """Path and query string exactly as the client wrote them.
 
     Raises:
-        BadRequest: a `..` segment, plain or encoded: it could lead out of /v1 on the engine's side.
+        BadRequest: a `..` segment, plain or encoded, which could lead out of /v1 on the engine's side; or encoded
+            what others may cut out of it or make a dot of.
     """
     raw: bytes = scope["raw_path"]
-    if (b"." in raw or b"%" in raw) and _climbs(scope["path"]):
-        raise BadRequest("The path must not have .. segments")
+    if (b"." in raw or b"%" in raw) and (fault := _fault_of(scope["path"])):
+        raise BadRequest(fault)
     query: bytes = scope["query_string"]
     return raw + b"?" + query if query else raw
 
 
-def _climbs(path: str) -> bool:
+def _fault_of(path: str) -> str | None:
     # Decoded a few times more: a proxy in front of the engine may decode once more than we did. Who needs
     # still more has something to hide, and each round costs time.
     for _ in range(DECODED_AT_MOST):
-        if ".." in re.split(r"[/\\]", path):
-            return True
+        # Java's servers cut `;...` off a segment before they look at it.
+        if any(segment.partition(";")[0] == ".." for segment in re.split(r"[/\\]", path)):
+            return "The path must not have .. segments"
+        # URL parsers of browsers drop tabs and line ends, C code stops at a NUL; lenient decoders of UTF-8 read
+        # %C0%AE as a dot, which is undecodable to ours.
+        if _NOT_IN_PATHS(path):
+            return "The path must not have encoded control characters or bytes that are not UTF-8"
         decoded = unquote(path)
         if decoded == path:
-            return False
+            return None
         path = decoded
-    return True
+    return "The path must not be encoded over and over"

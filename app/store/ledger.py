@@ -355,6 +355,9 @@ class Ledger:
             del self.counts[url]
         self._changes += 1
         if latency_s is not None:
+            nodes = self._registry.snapshot.nodes
+            if url not in self._windows and len(self._windows) > 2 * len(nodes) + 16:  # nodes come and go
+                self._windows = {other: window for other, window in self._windows.items() if other in nodes}
             self._windows.setdefault(url, deque(maxlen=WINDOW)).append(latency_s)
         if self._pipeline is None:
             return

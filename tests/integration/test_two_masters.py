@@ -69,6 +69,21 @@ def test_r02_streams_of_one_worker_count_at_once_for_all_others(stage: Stage) ->
         assert all(stream.read().endswith(b"data: [DONE]\n\n") for stream in streams)
 
 
+def test_all_traffic_through_one_worker_is_dispatched_exactly_over_what_all_hold(stage: Stage) -> None:
+    first, second = stage.engines(2, gap_s=0.1, chunks=40)
+    here, there = stage.masters
+    here.post("/nodes/remove", {"url": second.url})
+    with lanes(there, there.worker_pids()[0], 10) as held, lanes(here, here.worker_pids()[0], 30) as one:
+        streams = [lane.stream(stage.model) for lane in held]
+        here.add(second)
+        streams += [lane.stream(stage.model) for lane in one]
+        assert stage.counts() == (20, 20), "its own 30 would be 15 and 15"
+        shares = [stage.share(stage.id_of(here.worker_pids()[0]), engine) for engine in (first, second)]
+        assert shares == [10, 20]
+        assert all(stream.read().endswith(b"data: [DONE]\n\n") for stream in streams)
+    assert served([first, second]) == [20, 20]
+
+
 @beside
 def test_total_of_a_node_is_the_sum_of_all_ledgers(stage: Stage) -> None:
     engines = stage.engines(2, gap_s=0.1, chunks=25)

@@ -26,6 +26,10 @@ class Bootstrap:
     def address_of(self, url: str) -> str:
         return f"http://{self.host_of(url)}:{self.port_of(url)}"
 
+    def knows(self, url: str) -> bool:
+        """Whether the node is registered still."""
+        return url in self._registry.snapshot.nodes
+
     def life_of(self, url: str) -> tuple[int, int]:
         """Changes when the node may have restarted: registered again, or away and back."""
         node = self._registry.snapshot.nodes.get(url)

@@ -22,7 +22,7 @@ from typing import TypeVar
 from app.dispatch.handover.protocol import LinkFailed
 from app.errors import StoreUnavailable, UpstreamError
 from app.store.handovers import Handovers
-from app.store.links import Claim, Link, LinkTable, pair_of
+from app.store.links import Claim, Link, LinkTable, ends_of, pair_of
 from app.store.registry import Registry
 from app.store.scripts import Code
 from app.upstream.distserve import DistServeClient, Json
@@ -45,6 +45,8 @@ LAST_WORD_S = 0.05
 """Before the end of the time for a link, so that a call that hangs is named and not only the time."""
 LINKING_AT_ONCE = 64
 """Links that one worker makes at the same time."""
+OWN_KEYS = 4096
+"""Keys of engines that are kept, removed ones among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,11 @@ class Links:
         """Whether this worker knows that the two are linked."""
         return self._made.get(pair_of(prefill, decode)) == self.lives_of(prefill, decode)
 
+    def _note(self, pair: str, lives: str) -> None:
+        nodes = self._registry.snapshot.nodes
+        self._made = {made: of for made, of in self._made.items() if all(url in nodes for url in ends_of(made))}
+        self._made[pair] = lives
+
     def lives_of(self, prefill: str, decode: str) -> str:
         """What a link is good for: these two processes, and none that came after them."""
         nodes = self._registry.snapshot.nodes
@@ -143,6 +150,8 @@ class Links:
         key = self._registry.snapshot.engine_keys.get(url)
         if key is not None:
             self._own_keys[url] = key
+            if len(self._own_keys) > OWN_KEYS:  # the first is the one that was noted first
+                del self._own_keys[next(iter(self._own_keys))]
         return key or self._own_keys.get(url) or self._engine_key
 
     def _finished(self, pair: str, task: asyncio.Task[None]) -> None:
@@ -167,16 +176,16 @@ class Links:
             except StoreUnavailable:
                 with contextlib.suppress(_Outdated):
                     await self._link(prefill, decode, lives, left_s)
-                    self._made[pair] = lives
+                    self._note(pair, lives)
                     return
                 continue
             if claim.code == Code.DONE:
                 if await self._link_and_settle(prefill, decode, claim, left_s):
-                    self._made[pair] = lives
+                    self._note(pair, lives)
                     return
                 continue
             if claim.code == Code.UNCHANGED:
-                self._made[pair] = lives
+                self._note(pair, lives)
                 return
             if claim.code == Code.REFUSED:
                 raise LinkFailed(claim.link.error, url=claim.link.blame or prefill)

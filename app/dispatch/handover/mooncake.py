@@ -73,6 +73,7 @@ class Mooncake(Concurrent):
         life = self._bootstrap.life_of(url)
         known = self._known.get(url)
         if known is None or known[0] != life:
+            self._known = {other: of for other, of in self._known.items() if self._bootstrap.knows(other)}
             known = self._known[url] = (life, asyncio.create_task(self._query(url), name="bootstrap query"))
         try:
             return await asyncio.shield(known[1])
