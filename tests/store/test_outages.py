@@ -18,7 +18,8 @@ import pytest
 from app.errors import NoNodeAvailable, StoreUnavailable
 from app.store import ledger as ledger_module
 from app.store.ledger import Ticket
-from app.store.pipeline import Pipeline, RedisAddress
+from app.store.locator import Locator
+from app.store.pipeline import Pipeline
 from tests.store.faults import LossyRoad
 from tests.store.harness import Load, Worker, exact, give_back, held_by, ledger_of, of, registered, totals, workers
 from tests.store.processes import worker_processes
@@ -325,7 +326,7 @@ async def test_a_connection_lost_in_the_turn_in_which_it_was_made_is_noticed(red
     async with LossyRoad(redis.server.socket) as road, Worker(redis.url, redis.namespace, "w1") as worker:
         await worker.add_ready(A)
         worker.ledger._keeper.cancel()  # type: ignore[union-attr]
-        worker.ledger._address = RedisAddress.parse(road.url)
+        worker.ledger._locator = Locator.of(road.url, keys=worker.keys, timeout_s=TIMEOUT_S)
         real = Pipeline.call
 
         async def call(self: Pipeline, command: Any) -> Any:
