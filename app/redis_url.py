@@ -17,6 +17,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from app.errors import ConfigurationError
 
+SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
+CLUSTER_SCHEMES = ("redis+cluster", "rediss+cluster")
 SENTINEL_PORT, REDIS_PORT = 26379, 6379
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:\[\]/?#@,]+))(?::(\d{1,5}))?")
 
@@ -93,9 +95,9 @@ class RedisPlace:
         """Raises ConfigurationError, with a line that names no password."""
         scheme = url.partition("://")[0].lower()
         try:
-            if scheme in ("redis+sentinel", "rediss+sentinel"):
+            if scheme in SENTINEL_SCHEMES:
                 return cls._parse_sentinels(url)
-            if scheme in ("redis+cluster", "rediss+cluster"):
+            if scheme in CLUSTER_SCHEMES:
                 return cls._parse_cluster(url)
         except ValueError as e:
             raise ConfigurationError(f"--redis-url: {e}") from e

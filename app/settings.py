@@ -27,7 +27,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from app.errors import BadRequest, ConfigurationError
 from app.nearest import nearest
 from app.nodes import normalise_url
-from app.redis_url import RedisPlace
+from app.redis_url import CLUSTER_SCHEMES, SENTINEL_SCHEMES, RedisPlace
 
 ENV_PREFIX = "EVENHAND_"
 # Read elsewhere: the first two by the command line, the others from one process of a deployment to the next.
@@ -107,7 +107,7 @@ def _check_networks(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _check_redis_url(value: str) -> str:
-    if "+" in value.partition(":")[0]:
+    if value.partition("://")[0].lower() in (*SENTINEL_SCHEMES, *CLUSTER_SCHEMES):
         try:
             RedisPlace.parse(value)
         except ConfigurationError as e:

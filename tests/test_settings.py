@@ -225,7 +225,7 @@ def test_redis_urls_of_all_kinds_are_taken(url: str) -> None:
     ],
 )
 def test_other_redis_urls_are_not(url: str) -> None:
-    assert complaint({"redis_url": url}).startswith("--redis-url: ")
+    assert complaint({"redis_url": url}).count("--redis-url") == 1
 
 
 @pytest.mark.parametrize("address", ["tcp://10.0.0.8:14579", "tcp://host-1.local:1", "tcp://[fd00::8]:65535"])

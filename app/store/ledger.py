@@ -506,6 +506,7 @@ class Ledger:
         # From here to the end of the turn nothing else runs: what changed while the restate was
         # under way is stated again before any acquire can follow it.
         self._pipeline, self._trouble = pipeline, None
+        quiet = first and not self._told
         self._told.clear()
         self._lost.clear()
         if changes != self._changes:
@@ -513,7 +514,7 @@ class Ledger:
         self._registry.refresh_soon()
         self._tell_again()
         # As loud as the line that said it was over.
-        log.log(logging.INFO if first else logging.WARNING, "decisions are shared: joined as %s", self.worker)
+        log.log(logging.INFO if quiet else logging.WARNING, "decisions are shared: joined as %s", self.worker)
 
     async def _try_to_join(self) -> None:
         try:

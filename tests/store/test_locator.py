@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
@@ -14,7 +20,7 @@ from app.errors import StoreUnavailable
 from app.redis_url import RedisAddress
 from app.store.keys import Keys
 from app.store.locator import Locator, _step
-from tests.support.redis import PrivateRedis
+from tests.support.redis import PrivateRedis, Space
 from tests.support.redis_groups import SYNC_AT_ONCE
 from tests.support.wait import aeventually
 
@@ -155,3 +161,56 @@ async def test_a_client_leaves_a_server_that_became_a_replica(scheme: str) -> No
             )
         finally:
             await client.aclose()
+
+
+async def test_over_tls_every_client_looks_at_the_certificate(
+    redis: Space, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = trustme.CA()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    async with tls_front(redis.server.socket, context) as port:
+        url = f"rediss://127.0.0.1:{port}"
+        for trusted in (False, True):
+            if trusted:
+                monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+            locator = locator_of(url)
+            client = locator.client()
+            # The same way is used to ask sentinels and nodes.
+            answers = [
+                await locator._reply(await locator.locate(), ("PING",)),
+                await asyncio.to_thread(locator._reply_now, locator.locate_now(), ("PING",)),
+                *await asyncio.gather(client.ping(), asyncio.to_thread(ping_now, locator), return_exceptions=True),
+            ]
+            await client.aclose()
+            if trusted:
+                assert answers == [b"PONG", b"PONG", True, True]
+            else:
+                assert ["certificate verify failed" in str(answer).lower() for answer in answers] == [True] * 4
+
+
+def ping_now(locator: Locator) -> bool:
+    with locator.client_now(socket_timeout=1) as client:
+        return bool(client.ping())
+
+
+@asynccontextmanager
+async def tls_front(target: Path, context: ssl.SSLContext) -> AsyncIterator[int]:
+    """A server whose own binary can't do TLS, behind a front that can; its port."""
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there_reader, there_writer = await asyncio.open_unix_connection(str(target))
+        await asyncio.gather(copy(reader, there_writer), copy(there_reader, writer))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
