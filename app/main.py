@@ -41,8 +41,8 @@ from app.store.handovers import Handovers
 from app.store.keys import Keys
 from app.store.ledger import Ledger
 from app.store.links import LinkTable
+from app.store.locator import Locator
 from app.store.migrations import Migrations
-from app.store.pipeline import RedisAddress
 from app.store.registry import BreakerRules, Registry
 from app.store.scripts import Script, load_scripts
 from app.upstream.distserve import DistServeClient, Migration
@@ -69,15 +69,16 @@ def create_app(settings: Settings) -> HttpFace:
     worker = os.environ.get("EVENHAND_WORKER_ID") or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     engine_key = key_of(settings)
     keys, scripts = Keys(settings.namespace), load_scripts()
+    locator = Locator.of(settings.redis_url, keys=keys, timeout_s=settings.redis_timeout_s)
     registry = Registry(
-        redis_url=settings.redis_url,
+        locator=locator,
         keys=keys,
         scripts=scripts,
         worker=worker,
         timeout_s=settings.redis_timeout_s,
     )
     ledger = Ledger(
-        address=RedisAddress.parse(settings.redis_url),
+        locator=locator,
         keys=keys,
         scripts=scripts,
         registry=registry,

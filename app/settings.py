@@ -27,6 +27,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from app.errors import BadRequest, ConfigurationError
 from app.nearest import nearest
 from app.nodes import normalise_url
+from app.redis_url import CLUSTER_SCHEMES, SENTINEL_SCHEMES, RedisPlace
 
 ENV_PREFIX = "EVENHAND_"
 # Read elsewhere: the first two by the command line, the others from one process of a deployment to the next.
@@ -106,6 +107,12 @@ def _check_networks(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _check_redis_url(value: str) -> str:
+    if value.partition("://")[0].lower() in (*SENTINEL_SCHEMES, *CLUSTER_SCHEMES):
+        try:
+            RedisPlace.parse(value)
+        except ConfigurationError as e:
+            raise ValueError(e.message.removeprefix("--redis-url: ")) from e
+        return value
     try:
         parts = urlsplit(value)
         _ = parts.port
@@ -115,7 +122,10 @@ def _check_redis_url(value: str) -> str:
         return value
     if parts.scheme == "unix" and not parts.hostname and parts.path.startswith("/") and len(parts.path) > 1:
         return value
-    raise ValueError("must be redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH")
+    raise ValueError(
+        "must be redis://HOST:PORT/DB, unix:///PATH, redis+sentinel://HOST:PORT,HOST:PORT/MASTER/DB "
+        "or redis+cluster://HOST:PORT,HOST:PORT, with rediss in place of redis for TLS"
+    )
 
 
 def _check_namespace(value: str) -> str:
@@ -229,7 +239,8 @@ class Settings(BaseSettings):
     redis_url: Annotated[str, AfterValidator(_check_redis_url)] | None = Field(
         None,
         repr=False,
-        description="Redis >= 6.2 or Valkey that holds the shared state (redis://, rediss://, unix://). "
+        description="Redis >= 6.2 or Valkey that holds the shared state: redis://, unix://, "
+        "redis+sentinel://H:PORT,H:PORT/MASTER/DB or redis+cluster://H:PORT,H:PORT; rediss... over TLS. "
         "Not given: an embedded one, private to this host and user.",
     )
     namespace: Annotated[str, AfterValidator(_check_namespace)] = Field(

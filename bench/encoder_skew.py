@@ -38,7 +38,7 @@ from redis.asyncio import Redis  # noqa: E402
 from app.nodes import Role, State  # noqa: E402
 from app.store.keys import Keys  # noqa: E402
 from app.store.ledger import Ledger  # noqa: E402
-from app.store.pipeline import RedisAddress  # noqa: E402
+from app.store.locator import Locator  # noqa: E402
 from app.store.registry import Registry  # noqa: E402
 from app.store.scripts import load_scripts  # noqa: E402
 
@@ -62,9 +62,10 @@ LEASE_S, TIMEOUT_S = 60.0, 5.0
 
 async def work(url: str, name: str, encoders: int) -> None:
     """Take orders from stdin, one JSON line each, and answer each with a line; end with stdin."""
-    registry = Registry(redis_url=url, keys=Keys(NAMESPACE), scripts=load_scripts(), worker=name, timeout_s=TIMEOUT_S)
+    locator = Locator.of(url, keys=Keys(NAMESPACE), timeout_s=TIMEOUT_S)
+    registry = Registry(locator=locator, keys=Keys(NAMESPACE), scripts=load_scripts(), worker=name, timeout_s=TIMEOUT_S)
     ledger = Ledger(
-        address=RedisAddress.parse(url),
+        locator=locator,
         keys=Keys(NAMESPACE),
         scripts=load_scripts(),
         registry=registry,
@@ -175,8 +176,9 @@ class Processes:
 
 async def register(url: str, encoders: Sequence[str]) -> None:
     """What `/nodes/add` and a good probe do."""
+    locator = Locator.of(url, keys=Keys(NAMESPACE), timeout_s=TIMEOUT_S)
     registry = Registry(
-        redis_url=url, keys=Keys(NAMESPACE), scripts=load_scripts(), worker="bench", timeout_s=TIMEOUT_S
+        locator=locator, keys=Keys(NAMESPACE), scripts=load_scripts(), worker="bench", timeout_s=TIMEOUT_S
     )
     await registry.start()
     for encoder in encoders:

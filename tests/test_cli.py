@@ -323,6 +323,24 @@ def test_the_greeting_holds_no_key_and_no_password() -> None:
     assert json.loads(words[words.index("-d") + 1])["model"] == "it's"
 
 
+@pytest.mark.parametrize(
+    ("url", "command"),
+    [
+        ("redis+cluster://:hush@h:7000,i", "redis-cli -h h -p 7000 -c hgetall"),
+        (
+            "rediss+sentinel://:hush@h,i/m/2",
+            "redis-cli --tls -n 2 $(redis-cli --tls -h h -p 26379 sentinel get-master-addr-by-name m"
+            " | xargs printf -- '-h %s -p %s') hgetall",
+        ),
+    ],
+)
+def test_the_greeting_knows_how_to_look_behind_sentinels_and_into_a_cluster(url: str, command: str) -> None:
+    settings = Settings.load({"redis_url": url})
+    text = greeting("http://h", settings, [], None, embedded=False).replace("valkey-cli", "redis-cli")
+    assert f"  {command} 'evenhand:{{default}}:unfinished'" in text
+    assert "hush" not in text
+
+
 @pytest.fixture
 def state_dir() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="evenhand-state-") as name:

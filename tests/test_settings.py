@@ -175,6 +175,9 @@ def test_a_wrong_variable_is_named_as_the_variable_that_it_is(monkeypatch: pytes
         {"engine_key": "hush hush"},
         {"redis_url": "http://:hush@redis"},
         {"redis_url": "redis://:hush@redis/zero"},
+        {"redis_url": "redis+sentinel://:hush@redis"},
+        {"redis_url": "redis+cluster://me:hu@hush:x"},
+        {"redis_url": "redis+cluster://h?password=hush"},
         {"nodes": ["http://me:hush@a"]},
     ],
 )
@@ -190,14 +193,39 @@ def test_secrets_are_not_in_the_repr() -> None:
     assert "hush" not in repr(settings) + str(settings)
 
 
-@pytest.mark.parametrize("url", ["redis://h", "redis://:p@h:6379/3", "rediss://u:p@h/0", "unix:///run/r.sock?db=2"])
-def test_redis_urls_of_three_kinds_are_taken(url: str) -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://h",
+        "redis://:p@h:6379/3",
+        "rediss://u:p@h/0",
+        "unix:///run/r.sock?db=2",
+        "redis+sentinel://h/m",
+        "rediss+sentinel://u:p@h:1,[::1]:2/m/3",
+        "redis+cluster://h:1,h:2",
+    ],
+)
+def test_redis_urls_of_all_kinds_are_taken(url: str) -> None:
     assert Settings.load({"redis_url": url}).redis_url == url
 
 
-@pytest.mark.parametrize("url", ["redis://", "redis://h:x", "redis://h/name", "unix://run/r.sock", "valkey://h", "h"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://",
+        "redis://h:x",
+        "redis://h/name",
+        "unix://run/r.sock",
+        "valkey://h",
+        "h",
+        "redis+sentinel://h",
+        "redis+cluster://h/1",
+        "redis+other://h",
+        "valkey+sentinel://h/m",
+    ],
+)
 def test_other_redis_urls_are_not(url: str) -> None:
-    assert complaint({"redis_url": url}).startswith("--redis-url: ")
+    assert complaint({"redis_url": url}).count("--redis-url") == 1
 
 
 @pytest.mark.parametrize("address", ["tcp://10.0.0.8:14579", "tcp://host-1.local:1", "tcp://[fd00::8]:65535"])

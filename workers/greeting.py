@@ -13,6 +13,7 @@ import sys
 from urllib.parse import unquote, urlsplit
 
 from app import __version__
+from app.redis_url import Kind, RedisPlace
 from app.settings import Settings
 
 
@@ -57,10 +58,19 @@ def greeting(url: str, settings: Settings, models: list[str], trouble: str | Non
 
 def redis_command(settings: Settings) -> str:
     """A redis-cli that reaches the deployment's Redis. A password stays out: redis-cli reads REDISCLI_AUTH."""
+    place = RedisPlace.parse(settings.redis_url or "")
     parts = urlsplit(settings.redis_url or "")
     program = "redis-cli" if shutil.which("redis-cli") or not shutil.which("valkey-cli") else "valkey-cli"
     if parts.scheme == "unix":
         return f"{program} -s {shlex.quote(unquote(parts.path))}"
+    if place.asked:
+        tls = " --tls" if place.redis.tls else ""
+        ask = f"{program}{tls} -h {place.asked[0].host} -p {place.asked[0].port}"
+        if place.kind is Kind.CLUSTER:
+            return f"{ask} -c"
+        database = f" -n {place.redis.database}" if place.redis.database else ""
+        master = f"{ask} sentinel get-master-addr-by-name {shlex.quote(place.master)}"
+        return f"{program}{tls}{database} $({master} | xargs printf -- '-h %s -p %s')"
     authority = parts.netloc.rpartition("@")[2]
     return f"{program} -u {parts.scheme}://{authority}{parts.path}"
 

@@ -15,6 +15,7 @@ import redis
 from app.errors import StoreUnavailable
 from app.settings import Settings
 from app.store.keys import Keys, of_node_removed, of_worker_given_up
+from app.store.locator import Locator
 from app.store.registry import Registry
 from app.store.scripts import Code, load_scripts
 from workers.redis_clock import redis_ms
@@ -67,16 +68,14 @@ class Reaper:
 
 
 def _master_client(settings: Settings) -> redis.Redis:
-    return redis.Redis.from_url(
-        settings.redis_url or "",
-        socket_timeout=MASTER_TIMEOUT_S,
-        socket_connect_timeout=MASTER_TIMEOUT_S,
-        decode_responses=True,
+    locator = Locator.of(settings.redis_url or "", keys=Keys(settings.namespace), timeout_s=MASTER_TIMEOUT_S)
+    return locator.client_now(
+        socket_timeout=MASTER_TIMEOUT_S, socket_connect_timeout=MASTER_TIMEOUT_S, decode_responses=True
     )
 
 
 def give_back(settings: Settings, worker: str) -> None:
-    """Give up a worker whose process is known to have ended. Synchronous; raises RedisError."""
+    """Give up a worker whose process is known to have ended. Synchronous; raises RedisError, StoreUnavailable."""
     keys, script = Keys(settings.namespace), load_scripts()["give_up_worker"]
     names = of_worker_given_up(keys, worker)
     with _master_client(settings) as client:

@@ -32,7 +32,8 @@ import hiredis
 from app.balancing import ENCODER_POLICIES, POLICIES, Candidate, Encoder
 from app.errors import ModelNotFound, NoNodeAvailable, StoreUnavailable
 from app.store.keys import Keys, of_worker_given_up
-from app.store.pipeline import Pipeline, RedisAddress, Reply
+from app.store.locator import Locator
+from app.store.pipeline import Pipeline, Reply
 from app.store.registry import Registry
 from app.store.scripts import Argument, Code, Script
 from app.store.snapshot import Pool, Snapshot
@@ -47,6 +48,8 @@ RENEW_S = 1.0
 """Between two renewals of the lease; the same step repairs a ledger that somebody edited."""
 WINDOW_S = 10
 """Seconds of which each worker's requests are noted, for the retry budget."""
+REASONS_TOLD = 8
+"""Of one outage, in the log; sentinels asked in turn may each have a story of their own."""
 BACKOFF_S = (0.05, 1.0)
 """First and longest pause between attempts to reach Redis: counts are exact again 2 s after it is back."""
 
@@ -90,7 +93,7 @@ class Ledger:
     def __init__(
         self,
         *,
-        address: RedisAddress,
+        locator: Locator,
         keys: Keys,
         scripts: dict[str, Script],
         registry: Registry,
@@ -104,7 +107,7 @@ class Ledger:
         self.worker = worker
         self.counts: dict[str, int] = {}
         self.on_told_again: list[Callable[[], None]] = []  # notes may be lost: called when Redis is told all anew
-        self._address = address
+        self._locator = locator
         self._keys = keys
         self._scripts = scripts
         self._acquire_script = scripts[f"acquire_{strategy}"]
@@ -126,6 +129,7 @@ class Ledger:
         self._restate_due = False
         self._restated: asyncio.Future[None] | None = None
         self._trouble: str | None = "not connected to Redis yet"
+        self._told: set[str] = set()  # reasons why it could not join, since it last did
         self._lost = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         counting = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.version)
@@ -146,8 +150,7 @@ class Ledger:
 
     async def start(self) -> None:
         """Join the deployment, or go on without it if Redis can't be reached; keeps trying by itself."""
-        with contextlib.suppress(StoreUnavailable):
-            await self._join()
+        await self._try_to_join()
         self._keeper = asyncio.create_task(self._keep(), name="ledger")
 
     async def close(self) -> None:
@@ -496,7 +499,8 @@ class Ledger:
             if holder:
                 self._on_lost(holder[0], reason)
 
-        pipeline = await Pipeline.open(self._address, timeout_s=self._timeout_s, on_lost=lost)
+        address = await self._locator.locate()
+        pipeline = await Pipeline.open(address, timeout_s=self._timeout_s, on_lost=lost)
         holder.append(pipeline)
         try:
             for script in (self._acquire_script, self._encoders_script, self._scripts["release"]):
@@ -521,13 +525,25 @@ class Ledger:
         # From here to the end of the turn nothing else runs: what changed while the restate was
         # under way is stated again before any acquire can follow it.
         self._pipeline, self._trouble = pipeline, None
+        quiet = first and not self._told
+        self._told.clear()
         self._lost.clear()
         if changes != self._changes:
             self._restate_soon()
         self._registry.refresh_soon()
         self._tell_again()
         # As loud as the line that said it was over.
-        log.log(logging.INFO if first else logging.WARNING, "decisions are shared: joined as %s", self.worker)
+        log.log(logging.INFO if quiet else logging.WARNING, "decisions are shared: joined as %s", self.worker)
+
+    async def _try_to_join(self) -> None:
+        try:
+            await self._join()
+        except StoreUnavailable as e:
+            self._trouble = e.message
+            # Each reason once: a wrong password must be found in the log, not a line a second.
+            if e.message not in self._told and len(self._told) < REASONS_TOLD:
+                self._told.add(e.message)
+                log.warning("decisions are local, Redis can't be joined: %s", e.message)
 
     async def _keep(self) -> None:
         """Renew the lease each second; join again, with growing pauses, when the connection is gone."""
@@ -536,10 +552,7 @@ class Ledger:
             if self._pipeline is None:
                 await asyncio.sleep(pause_s)
                 pause_s = min(max(2 * pause_s, BACKOFF_S[0]), BACKOFF_S[1])
-                try:
-                    await self._join()
-                except StoreUnavailable as e:
-                    self._trouble = e.message
+                await self._try_to_join()
                 continue
             self._restate_soon()
             self._note_requests()

@@ -16,13 +16,12 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
-from urllib.parse import parse_qs, unquote, urlsplit
 
 import hiredis
 
-from app.errors import ConfigurationError, StoreUnavailable
+from app.errors import StoreUnavailable
+from app.redis_url import RedisAddress
 
 Reply = Any
 Callback = Callable[[Reply], None]
@@ -30,47 +29,6 @@ Callback = Callable[[Reply], None]
 
 GRACE_S = 0.05
 """A late reply may be waiting in the socket while our own event loop was stalled: look once more."""
-
-
-@dataclass(frozen=True, slots=True)
-class RedisAddress:
-    """Where Redis is, from a redis://, rediss:// or unix:// URL. The password stays out of repr."""
-
-    path: str | None
-    host: str
-    port: int
-    tls: bool
-    username: str | None
-    password: str | None
-    database: int
-
-    @classmethod
-    def parse(cls, url: str) -> RedisAddress:
-        """Raises ConfigurationError for anything but the three schemes."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("redis", "rediss", "unix"):
-            raise ConfigurationError("--redis-url must start with redis://, rediss:// or unix://")
-        query = parse_qs(parts.query)
-        digits = query.get("db", [""])[0] or (parts.path.strip("/") if parts.scheme != "unix" else "")
-        try:
-            database, port = int(digits or 0), parts.port or 6379
-        except ValueError as e:
-            raise ConfigurationError(f"--redis-url: {e}") from e
-        password = parts.password or query.get("password", [None])[0]
-        username = parts.username or query.get("username", [None])[0]
-        return cls(
-            path=unquote(parts.path) if parts.scheme == "unix" else None,
-            host=parts.hostname or "localhost",
-            port=port,
-            tls=parts.scheme == "rediss",
-            username=unquote(username) if username else None,
-            password=unquote(password) if password else None,
-            database=database,
-        )
-
-    def __repr__(self) -> str:
-        where = self.path or f"{self.host}:{self.port}"
-        return f"<RedisAddress {where} db={self.database}>"
 
 
 class Pipeline(asyncio.Protocol):

@@ -22,16 +22,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgpack
-import redis.asyncio as aioredis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from app.errors import BadRequest, StoreUnavailable
 from app.nodes import Breaker, Node, Role, State, parse_models, parse_speed
 from app.store.healing import heal
 from app.store.keys import Keys, of_node_removed
+from app.store.locator import Locator
 from app.store.scripts import Argument, Code, Script
 from app.store.snapshot import Snapshot
 
@@ -39,6 +36,7 @@ log = logging.getLogger("evenhand.store")
 
 CALLS_AT_ONCE = 32
 """Of this module's calls; more wait for their turn. The client library's own limit raises instead."""
+EVENTS_LOOK_S = 5.0
 READ_TRIES = 5
 """How often a read follows a registry that changes under it."""
 
@@ -147,26 +145,24 @@ class Registry:
     """See the module. `snapshot` is the last known state and never waits."""
 
     def __init__(
-        self, *, redis_url: str, keys: Keys, scripts: dict[str, Script], worker: str, timeout_s: float
+        self, *, locator: Locator, keys: Keys, scripts: dict[str, Script], worker: str, timeout_s: float
     ) -> None:
         self.snapshot = Snapshot()
         self.on_change: list[Callable[[], None]] = []
         self._keys = keys
         self._scripts = scripts
         self._worker = worker
-        self.redis = aioredis.Redis.from_url(
-            redis_url,
+        self.redis = locator.client(
             decode_responses=True,
             encoding_errors="surrogateescape",  # what is no text must be readable too, else it could not be healed
             socket_timeout=timeout_s * 2,
             socket_connect_timeout=timeout_s * 2,
-            # Once, and only for a pooled connection that Redis had closed meanwhile: these calls may run twice.
-            retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
+            retries=1,  # for a pooled connection that Redis had closed meanwhile: these calls may run twice
             max_connections=8 * CALLS_AT_ONCE,  # not only for this module: 64 probes ask beside it
         )
         self._timeout_s = timeout_s
         self._turns = asyncio.Semaphore(CALLS_AT_ONCE)
-        self._events = aioredis.Redis.from_url(redis_url, socket_connect_timeout=timeout_s * 2)
+        self._events = locator.client(socket_connect_timeout=timeout_s * 2)
         self._refused: set[str] = set()
         self._refreshing: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
@@ -513,7 +509,8 @@ class Registry:
                 await pubsub.subscribe(self._keys.events)
                 self.refresh_soon()
                 while not task.cancelling():
-                    message = await pubsub.get_message(timeout=30)
+                    # A look each time whether Redis is elsewhere by now: a frozen master says no more, nor good-bye.
+                    message = await pubsub.get_message(timeout=EVENTS_LOOK_S)
                     if message is not None:
                         self.refresh_soon()
             except (RedisError, OSError, TimeoutError):

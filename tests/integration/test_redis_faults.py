@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -33,7 +32,7 @@ from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
 from tests.support.quiet import counts as all_counts
 from tests.support.quiet import quiet_check
-from tests.support.redis import PrivateRedis, Space, TcpProxy
+from tests.support.redis import PrivateRedis, Space, TcpProxy, low_port
 from tests.support.wait import eventually
 
 LEASE_S, REDIS_TIMEOUT_S = 3.0, 0.5
@@ -474,15 +473,6 @@ def test_r100_all_keys_of_a_deployment_share_one_hash_tag(stage: Stage) -> None:
     assert len(keys) > 8
     assert stage.space.namespace in tags
     assert all(key.startswith("evenhand:{") for key in keys), keys
-
-
-def low_port() -> int:
-    """A free port that leaves room for the cluster bus, whose port is larger by 10,000."""
-    while True:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            if (port := int(s.getsockname()[1])) <= 55535:
-                return port
 
 
 @beside

@@ -18,8 +18,8 @@ from app.store.handovers import Handovers
 from app.store.keys import Keys
 from app.store.ledger import Ledger, Ticket
 from app.store.links import LinkTable
+from app.store.locator import Locator
 from app.store.migrations import Migrations
-from app.store.pipeline import RedisAddress
 from app.store.registry import BreakerRules, Registry
 from app.store.scripts import load_scripts
 from app.store.snapshot import Pool, Snapshot
@@ -53,9 +53,10 @@ class Worker:
     ) -> None:
         self.name = name
         self.keys = Keys(namespace)
-        self.registry = Registry(redis_url=url, keys=self.keys, scripts=SCRIPTS, worker=name, timeout_s=timeout_s)
+        locator = Locator.of(url, keys=self.keys, timeout_s=timeout_s)
+        self.registry = Registry(locator=locator, keys=self.keys, scripts=SCRIPTS, worker=name, timeout_s=timeout_s)
         self.ledger = Ledger(
-            address=RedisAddress.parse(url),
+            locator=locator,
             keys=self.keys,
             scripts=SCRIPTS,
             registry=self.registry,

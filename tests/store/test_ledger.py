@@ -442,7 +442,7 @@ async def kill(worker: Worker) -> None:
 async def test_repr_shows_the_counts_and_no_password(redis: Space) -> None:
     worker = Worker(f"{redis.url}?password=secret-word", redis.namespace, "w1")
     assert repr(worker.ledger) == "<Ledger w1 local unfinished=0 nodes=0>"
-    assert "secret-word" not in repr(worker.ledger) + repr(worker.ledger._address) + repr(worker.registry)
+    assert "secret-word" not in repr(worker.ledger) + repr(worker.ledger._locator) + repr(worker.registry)
     await worker.registry.close()
     async with Worker(redis.url, redis.namespace, "w2") as joined:
         await joined.add_ready(A)

@@ -18,7 +18,9 @@ import pytest
 from app.errors import NoNodeAvailable, StoreUnavailable
 from app.store import ledger as ledger_module
 from app.store.ledger import Ticket
-from app.store.pipeline import Pipeline, RedisAddress
+from app.store.locator import Locator
+from app.store.pipeline import Pipeline
+from app.store.registry import CALLS_AT_ONCE
 from tests.store.faults import LossyRoad
 from tests.store.harness import Load, Worker, exact, give_back, held_by, ledger_of, of, registered, totals, workers
 from tests.store.processes import worker_processes
@@ -213,6 +215,37 @@ async def test_out_of_memory(own_redis: Space, attempts: list[float]) -> None:
         await now.is_exact()
 
 
+async def test_the_server_takes_no_more_connections(own_redis: Space) -> None:
+    async with AsyncExitStack() as stack:
+        now = await scene(stack, own_redis)
+        own_redis.cli("CONFIG", "SET", "maxclients", "1")  # the test's own
+        own_redis.cli("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        own_redis.cli("CLIENT", "KILL", "TYPE", "pubsub")
+        await now.go_on_locally()
+        assert "max number of clients" in str(now.made[0].ledger.trouble)
+        own_redis.cli("CONFIG", "SET", "maxclients", "1000")
+        await now.is_exact()
+
+
+async def test_more_managing_calls_than_connections_wait_for_their_turn(own_redis: Space) -> None:
+    async with Worker(own_redis.url, own_redis.namespace, "w1", timeout_s=TIMEOUT_S) as worker:
+        await worker.add_ready(A)
+        calls = 20 * CALLS_AT_ONCE
+        found = await asyncio.gather(*(worker.registry.move_breaker(A, "close") for _ in range(calls)))
+        assert len(found) == calls
+        assert len(own_redis.client.client_list()) <= CALLS_AT_ONCE + 5
+        own_redis.server.pause()
+        since_s = time.monotonic()
+        ended = await asyncio.gather(
+            *(worker.registry.move_breaker(A, "close") for _ in range(calls)), return_exceptions=True
+        )
+        assert time.monotonic() - since_s < 4 * BOUNDED_S
+        assert all(isinstance(e, StoreUnavailable) for e in ended)
+        own_redis.server.resume()
+        await aeventually(lambda: worker.shared)
+        await worker.take()
+
+
 async def test_wrong_password(own_redis: Space) -> None:
     own_redis.cli("CONFIG", "SET", "requirepass", "right")
     async with AsyncExitStack() as stack:
@@ -325,7 +358,7 @@ async def test_a_connection_lost_in_the_turn_in_which_it_was_made_is_noticed(red
     async with LossyRoad(redis.server.socket) as road, Worker(redis.url, redis.namespace, "w1") as worker:
         await worker.add_ready(A)
         worker.ledger._keeper.cancel()  # type: ignore[union-attr]
-        worker.ledger._address = RedisAddress.parse(road.url)
+        worker.ledger._locator = Locator.of(road.url, keys=worker.keys, timeout_s=TIMEOUT_S)
         real = Pipeline.call
 
         async def call(self: Pipeline, command: Any) -> Any:

@@ -12,7 +12,8 @@ import hiredis
 import pytest
 
 from app.errors import ConfigurationError, StoreUnavailable
-from app.store.pipeline import Pipeline, RedisAddress
+from app.redis_url import RedisAddress
+from app.store.pipeline import Pipeline
 from tests.store.faults import LossyRoad
 from tests.support.redis import Space
 from tests.support.wait import aeventually

@@ -16,6 +16,7 @@ from redis.asyncio.client import PubSub
 
 from app.nodes import Node, Role, State
 from app.store.keys import Keys
+from app.store.locator import Locator
 from app.store.registry import NodeStatus, Registry, node_from_fields, node_to_fields
 from app.store.snapshot import Snapshot
 from tests.store.harness import SCRIPTS, Worker, give_back, of, registered, totals, workers
@@ -39,9 +40,10 @@ class Watcher:
     """Registries of several workers that do nothing by themselves: no events, no hot path."""
 
     def __init__(self, space: Space, count: int) -> None:
+        keys = Keys(space.namespace)
+        locator = Locator.of(space.url, keys=keys, timeout_s=0.5)
         self.registries = [
-            Registry(redis_url=space.url, keys=Keys(space.namespace), scripts=SCRIPTS, worker=f"w{i}", timeout_s=0.5)
-            for i in range(count)
+            Registry(locator=locator, keys=keys, scripts=SCRIPTS, worker=f"w{i}", timeout_s=0.5) for i in range(count)
         ]
 
     async def __aenter__(self) -> list[Registry]:

@@ -48,19 +48,25 @@ class PrivateRedis:
     Args:
         tcp: also listen on a loopback port, for replicas (`port`, `tcp_url`).
         options: more options of the server, such as {"maxmemory": "10mb"}.
+        password: that of the options, for this object's own client.
     """
 
-    def __init__(self, *, tcp: bool = False, options: dict[str, str] | None = None) -> None:
+    def __init__(self, *, tcp: bool = False, options: dict[str, str] | None = None, password: str = "") -> None:
         # A unix socket's path may have 107 characters at most: not below pytest's own long tmp_path.
         self.directory = Path(tempfile.mkdtemp(prefix="evenhand-redis-"))
         self.socket = self.directory / "redis.sock"
         self.url = f"unix://{self.socket}"
-        self.port = _free_port() if tcp else 0
         self._options = options or {}
+        self.port = int(self._options.get("port", free_port() if tcp else 0))
+        self._password = password or None
         self._process: Process | None = None
         self._paused = False
         self.client: redis.Redis = redis.Redis(
-            unix_socket_path=str(self.socket), decode_responses=True, socket_timeout=CALL_WITHIN_S, retry=AT_ONCE
+            unix_socket_path=str(self.socket),
+            password=self._password,
+            decode_responses=True,
+            socket_timeout=CALL_WITHIN_S,
+            retry=AT_ONCE,
         )
         try:
             self.start()
@@ -109,7 +115,9 @@ class PrivateRedis:
         deadline_s = time.monotonic() + START_WITHIN_S
         while True:
             try:
-                with redis.Redis(unix_socket_path=str(self.socket), socket_timeout=1, retry=AT_ONCE) as probe:
+                with redis.Redis(
+                    unix_socket_path=str(self.socket), password=self._password, socket_timeout=1, retry=AT_ONCE
+                ) as probe:
                     probe.ping()
                 return
             except (redis.ConnectionError, redis.TimeoutError):
@@ -340,7 +348,14 @@ class _WayBack(asyncio.Protocol):
         self._road.abort()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def low_port() -> int:
+    """A free port that leaves room for the cluster bus, whose port is larger by 10,000."""
+    while (port := free_port()) > 55535:
+        pass
+    return port

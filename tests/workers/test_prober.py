@@ -17,6 +17,7 @@ import pytest
 from app.errors import EngineBroke, EngineRefused, EngineTimeout, UpstreamError
 from app.nodes import Node, Role, State
 from app.store.keys import Keys
+from app.store.locator import Locator
 from app.store.registry import Registry
 from app.store.scripts import load_scripts
 from app.upstream.management import Health, Verdict
@@ -218,6 +219,12 @@ def timeout() -> EngineTimeout:
 RACING = replace(RULES, interval_s=0.01)
 
 
+def registry_of(space: Space, worker: str, timeout_s: float = 0.5) -> Registry:
+    keys = Keys(space.namespace)
+    locator = Locator.of(space.url, keys=keys, timeout_s=timeout_s)
+    return Registry(locator=locator, keys=keys, scripts=load_scripts(), worker=worker, timeout_s=timeout_s)
+
+
 @asynccontextmanager
 async def probing(
     space: Space,
@@ -230,9 +237,7 @@ async def probing(
     timeout_s: float = 0.5,
 ) -> AsyncIterator[SimpleNamespace]:
     """A registry of its own and a prober on it that runs, fast: the loop's own pace is nothing to wait for."""
-    registry = Registry(
-        redis_url=space.url, keys=Keys(space.namespace), scripts=load_scripts(), worker=name, timeout_s=timeout_s
-    )
+    registry = registry_of(space, name, timeout_s)
     engines = engines or Engines()
     prober = Prober(
         registry=registry,
@@ -479,9 +484,7 @@ async def test_a_verdict_on_a_node_registered_anew_meanwhile_is_void(redis: Spac
         await aeventually(lambda: one.engines.at_once == 1)
         looked_at = one.registry.snapshot.nodes[A].incarnation
         # The engine was restarted: it registers, and the old look ends after that.
-        other = Registry(
-            redis_url=redis.url, keys=Keys(redis.namespace), scripts=load_scripts(), worker="w2", timeout_s=0.5
-        )
+        other = registry_of(redis, "w2")
         await other.refresh()
         await add(other, A, models=("new",))
         await aeventually(lambda: one.registry.snapshot.nodes[A].incarnation != looked_at)
