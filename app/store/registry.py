@@ -353,6 +353,8 @@ class Registry:
         code, version = await self._guard(lambda: self.run(script, names, arguments))
         if code == Code.DONE and version != before:
             await self.refresh()
+            if self.snapshot.version < version:  # that was a look from before the change
+                await self.refresh()
             self._tell("breaker", url, version)
         return bool(code == Code.DONE)
 

@@ -740,6 +740,71 @@ async def test_an_engine_that_can_not_be_reached_is_no_500_and_gives_everything_
     assert len(world.taker.sent) == 1 and world.ledger.unfinished == {}
 
 
+async def test_behind_encoders_the_next_use_case_tries_no_500_elsewhere_and_without_media_it_does() -> None:
+    world = World()
+    await world.served(image(0))
+    await world.served({"type": "text", "text": "hi"})
+    assert world.taker.retries_500 == [False, True]
+
+
+async def test_everything_once_more_takes_from_the_budget_and_without_it_the_500_is_the_answer() -> None:
+    world = World(decode_retries=3)
+    world.budget.left = 1
+    world.taker.statuses = [500] * 9
+    answer = await world.ask(image(0))
+    assert answer.status == 500 and len(world.taker.sent) == 2 and world.budget.taken == 1
+    assert [response.closed for response in world.taker.responses] == [1, 0], "the last one is the client's"
+    answer.close(Outcome.ENGINE_ERROR)
+    assert world.ledger.unfinished == {}
+
+
+async def test_a_client_that_leaves_while_the_budget_is_asked_leaves_no_answer_open() -> None:
+    world = World()
+    world.taker.statuses = [500]
+    world.budget.take = asyncio.Event().wait  # type: ignore[method-assign,assignment]
+    task = asyncio.create_task(world.ask(image(0)))
+    await turns()
+    assert world.ledger.unfinished == {D0: 1}
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [response.closed for response in world.taker.responses] == [1]
+    assert world.ledger.unfinished == {}
+
+
+@pytest.mark.parametrize(
+    ("failure", "free"), list(zip(FAILURES, [True, True, *[False] * 5], strict=True)), ids=FAILURE_NAMES
+)
+async def test_another_encoder_costs_the_budget_where_the_first_may_have_worked(failure: Any, free: bool) -> None:
+    world = World()
+    world.caller.behaviour[E0] = failure
+    await world.served(image(0))
+    assert world.budget.taken == (0 if free else 1)
+    world = World()
+    world.budget.left = 0
+    world.caller.behaviour[E0] = failure
+    if free:
+        await world.served(image(0))
+        return
+    with pytest.raises(EvenhandError) as caught:
+        await world.ask(image(0))
+    assert E0 in caught.value.message and [call.url for call in world.caller.calls] == [E0]
+    assert world.ledger.unfinished == {} and world.taker.takes == []
+
+
+@pytest.mark.parametrize(("status", "answered"), [(500, D0), (503, "http://d1:1")])
+async def test_behind_encoders_a_503_goes_to_another_node_with_what_was_encoded_and_a_500_begins_anew(
+    status: int, answered: str
+) -> None:
+    world = World(*nodes_of(1, decode=2), inner=hybrid)
+    world.caller.behaviour["http://d0:1", 0] = lambda call: (status, b"no")
+    answer = await world.ask(image(0))
+    assert answer.status == 200 and answer.url == answered
+    assert len(world.caller.encodes) == (2 if status == 500 else 1) and world.budget.taken == 1
+    answer.close(Outcome.OK)
+    assert world.ledger.unfinished == {} and all(response.closed for response in world.caller.responses)
+
+
 async def test_where_the_encoders_are_gone_at_the_second_attempt_that_is_told() -> None:
     world = World(*nodes_of(1))
     world.taker.statuses = [500]

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from app.errors import ModelNotFound, NoNodeAvailable
-from app.nodes import Node, Role, State
-from app.store.snapshot import Snapshot
+from app.nodes import Breaker, Node, Role, State
+from app.store.snapshot import Snapshot, least_bad
 
 A, B, C = "http://a", "http://b", "http://c"
 
@@ -97,3 +97,75 @@ def test_models_are_listed_once_in_order_of_registration_without_those_of_gone_n
 
 def test_a_snapshot_shows_no_keys() -> None:
     assert repr(Snapshot(3, {A: node(A)}, {A: "secret"})) == "<Snapshot version=3 nodes=1>"
+
+
+# --- breakers ---------------------------------------------------------------------------------------
+
+
+def broken(url: str, breaker: Breaker = Breaker.OPEN, state: State = State.READY, opens: int = 1) -> Node:
+    return replace(node(url, state), breaker=breaker, breaker_opens=opens)
+
+
+@pytest.mark.parametrize("breaker", [Breaker.OPEN, Breaker.HALF_OPEN])
+def test_a_node_with_a_broken_breaker_is_no_candidate_beside_whole_ones(breaker: Breaker) -> None:
+    known = snapshot(broken(A, breaker), node(B), node(C))
+    assert known.pool("m", Role.Hybrid).urls == (B, C)
+    assert known.broken == {A}
+
+
+def test_of_a_pool_that_is_all_broken_the_least_bad_are_tried() -> None:
+    known = snapshot(broken(A, opens=2), broken(B, Breaker.HALF_OPEN, opens=1), broken(C, opens=1))
+    assert known.pool("m", Role.Hybrid).urls == (B, C)
+    assert known.broken == {A, B, C}
+    assert snapshot(broken(A, opens=9)).pool("m", Role.Hybrid).urls == (A,)
+    assert least_bad([broken(A, opens=3), broken(B, opens=2), broken(C, opens=2)])[0].url == B
+
+
+def test_a_broken_ready_node_goes_before_a_pending_one_and_never_one_that_is_down() -> None:
+    assert snapshot(broken(A), node(B, State.PENDING)).pool("m", Role.Hybrid).urls == (A,)
+    assert snapshot(broken(A, state=State.DOWN), node(B, State.PENDING)).pool("m", Role.Hybrid).urls == (B,)
+    assert snapshot(broken(A, state=State.PENDING), node(B, State.PENDING)).pool("m", Role.Hybrid).urls == (B,)
+    with pytest.raises(NoNodeAvailable, match="alive"):
+        snapshot(broken(A, state=State.DOWN), broken(B, state=State.DRAINING)).pool("m", Role.Hybrid)
+
+
+def test_each_model_and_role_has_a_least_bad_node_of_its_own() -> None:
+    whole = replace(node(B, State.READY, "other"), role=Role.Hybrid)
+    prefill = replace(broken(C), role=Role.Prefill)
+    known = snapshot(broken(A), whole, prefill)
+    assert known.pool("m", Role.Hybrid).urls == (A,)
+    assert known.pool("other", Role.Hybrid).urls == (B,)
+    assert known.pool("m", Role.Prefill).urls == (C,)
+
+
+def test_half_open_are_ready_nodes_of_the_model_and_the_roles_that_are_half_open() -> None:
+    half = Breaker.HALF_OPEN
+    known = snapshot(
+        broken(A, half),
+        broken(B),
+        node(C),
+        broken("http://d", half, State.DOWN),
+        broken("http://e", half, State.DRAINING),
+        replace(broken("http://f", half), role=Role.Decode),
+        replace(broken("http://g", half), models=("other",)),
+    )
+    assert known.half_open("m", Role.Hybrid) == [A]
+    assert sorted(known.half_open("m", Role.Hybrid, Role.Decode)) == [A, "http://f"]
+    assert known.half_open("other", Role.Hybrid) == ["http://g"]
+    assert known.half_open("x", Role.Hybrid) == []
+
+
+def test_a_pool_of_one_is_that_node_whatever_it_is() -> None:
+    known = snapshot(broken(A, Breaker.HALF_OPEN), node(B, speed=2.0))
+    pool = known.only(A)
+    assert (pool.version, pool.urls, pool.speeds) == (7, (A,), (1.0,))
+    with pytest.raises(KeyError):
+        known.only(C)
+
+
+def test_what_is_left_of_a_broken_pool_is_only_what_was_in_it() -> None:
+    known = snapshot(broken(A, opens=1), broken(B, opens=1), broken(C, opens=2))
+    pool = known.pool("m", Role.Hybrid)
+    left = known.without(pool, {A})
+    assert left is not None and left.urls == (B,)
+    assert known.without(left, {B}) is None
