@@ -4,6 +4,7 @@
 #   make run NODES="http://a:23333 http://b:23333"           with your engines instead
 #   make run ARGS="--server-port 9000 --workers 4"           any flags of `evenhand serve`
 #   make test [ARGS="-k name"] [JOBS=0]   the tests, two files at a time
+#   make chaos [ARGS="--seed 7"]   five minutes of load under random faults (docs/reliability.md)
 #   make lint                      ruff, mypy, import rules
 #   make format                    what `make lint` says about the format, done
 #   make clean                     remove the environment
@@ -22,7 +23,7 @@ py := $(VENV)/bin/python
 named := $(strip $(NODES) $(findstring --nodes,$(ARGS)) $(findstring --simulate,$(ARGS)) $(EVENHAND_NODES))
 pip := $(py) -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test lint format clean
+.PHONY: run test chaos lint format clean
 
 run: $(VENV)/.run
 	@exec $(py) -m app.cli serve $(if $(findstring --workers,$(ARGS)),,--workers $(WORKERS)) \
@@ -30,6 +31,9 @@ run: $(VENV)/.run
 
 test: $(VENV)/.dev
 	$(py) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+chaos: $(VENV)/.dev
+	$(py) -m bench.chaos $(ARGS)
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check

@@ -29,6 +29,10 @@ BUFFER_LIMIT_BYTES = 256 * 1024  # a reader that is slower than its engine holds
 JOIN_LIMIT_BYTES = 64 * 1024  # up to here copying a body behind its head costs less than a second write
 _TOO_LONG = f"its headers or trailers are longer than {HEAD_LIMIT_BYTES} bytes"
 _TIMER_SLACK_S = 0.001  # uvloop's timers have whole milliseconds and may fire just before their time
+# A timer that is so late tells of this process, which was stopped or stuck, and not of the engine. What the engine
+# sent meanwhile waits in the socket, and a loop runs its timers first: only the next one is a fair one.
+_LATE_S = 1.0
+_SECOND_LOOK_S = 0.1
 
 # Where the connection stands with its answer. Plain ints: they are compared for every callback of the parser.
 _IDLE, _HEAD, _BODY, _COMPLETE = range(4)
@@ -315,8 +319,12 @@ class Connection(asyncio.Protocol):
         response = self._response
         if response is None or self._deadline_s == math.inf:
             return
-        if self.loop.time() < self._deadline_s - _TIMER_SLACK_S:
+        late_s = self.loop.time() - self._deadline_s
+        if late_s < -_TIMER_SLACK_S:
             self.watch(self._deadline_s)
+            return
+        if late_s > _LATE_S and self._deadline_s != response._total_at_s:
+            self.watch(min(self.loop.time() + _SECOND_LOOK_S, response._total_at_s))
             return
         self.give_up(_too_slow(self.target.url, response, self._stage, self._deadline_s))
 

@@ -106,6 +106,36 @@ async def test_first_byte_is_up_to_the_complete_head() -> None:
     assert wired.transport.aborted
 
 
+async def test_an_engine_that_sent_while_this_process_was_stopped_is_not_slow() -> None:
+    """After SIGCONT the timers fire before the sockets are read."""
+    wired = Wired()
+    head = asyncio.ensure_future((response := wired.begin(first_byte=4, idle=4)).head())
+    await wired.clock.pass_(1)
+    wired.clock.now += 60  # stopped: nothing fires
+    await wired.clock.pass_(0)
+    wired.connection.data_received(HEAD)
+    await head
+    reading = asyncio.ensure_future(response.read())
+    await wired.clock.pass_(1)
+    wired.clock.now += 60
+    await wired.clock.pass_(0)
+    wired.connection.data_received(CHUNK)
+    assert await reading == b"a"
+
+
+@pytest.mark.parametrize("answered", [False, True])
+async def test_an_engine_that_sent_nothing_while_this_process_was_stopped_is_slow(answered: bool) -> None:
+    wired = Wired()
+    response = wired.begin(first_byte=4, idle=4)
+    if answered:
+        wired.connection.data_received(HEAD)
+    waiting: asyncio.Task[Any] = asyncio.ensure_future(response.read() if answered else response.head())
+    await wired.clock.pass_(1)
+    wired.clock.now += 60
+    await wired.clock.pass_(0.2)
+    assert (await stage(waiting))[0] == ("idle" if answered else "first_byte")
+
+
 async def test_idle_is_between_chunks() -> None:
     wired = Wired()
     response = wired.begin(first_byte=10, idle=2.5)
