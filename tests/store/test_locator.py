@@ -30,8 +30,8 @@ AWAY = StoreUnavailable("nobody there")
 ROLE_MASTER, ROLE_REPLICA = [b"master", 0, []], [b"slave", b"h", 1, b"connected", 0]
 
 
-def locator_of(url: str) -> Locator:
-    return Locator.of(url, keys=KEYS, timeout_s=0.3)
+def locator_of(url: str, timeout_s: float = 0.3) -> Locator:
+    return Locator.of(url, keys=KEYS, timeout_s=timeout_s)
 
 
 def search(locator: Locator, *replies: Any) -> tuple[list[str], RedisAddress | StoreUnavailable]:
@@ -175,7 +175,7 @@ async def test_over_tls_every_client_looks_at_the_certificate(
         for trusted in (False, True):
             if trusted:
                 monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
-            locator = locator_of(url)
+            locator = locator_of(url, timeout_s=5.0)
             client = locator.client()
             # The same way is used to ask sentinels and nodes.
             answers = [
@@ -191,7 +191,7 @@ async def test_over_tls_every_client_looks_at_the_certificate(
 
 
 def ping_now(locator: Locator) -> bool:
-    with locator.client_now(socket_timeout=1) as client:
+    with locator.client_now(socket_timeout=5) as client:
         return bool(client.ping())
 
 
