@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from app.dispatch.answer import EngineRequest, Outcome
+from app.errors import UpstreamError
 from app.http.routes import HttpFace, build_app
 from app.nodes import Node, Role, State
 from app.settings import Settings
@@ -40,6 +41,7 @@ class FakeAnswer:
         self.script = list(script)
         self.reads = 0
         self.outcomes: list[Outcome] = []
+        self.failures: list[UpstreamError] = []
         self.closed_at_s: float | None = None
 
     async def read(self) -> bytes:
@@ -56,6 +58,9 @@ class FakeAnswer:
             item = await item()
         assert isinstance(item, bytes)
         return item
+
+    def failed(self, error: UpstreamError) -> None:
+        self.failures.append(error)
 
     def close(self, outcome: Outcome) -> None:
         if self.closed_at_s is None:
