@@ -326,6 +326,7 @@ def dispatcher(
         consumers=consumers,
         consumer_taker=hybrid,
         budget=budget,
+        figures=split.figures,
         expects_encoders=topology.expects_encoders,
     )
 

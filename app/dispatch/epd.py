@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,6 +35,7 @@ from app.dispatch.retries import never_arrived
 from app.errors import EngineBroke, Headers, ModelNotFound, NoNodeAvailable, UpstreamError
 from app.nodes import Role, State
 from app.store.budget import RetryBudget
+from app.store.handovers import Handovers
 from app.store.ledger import Ledger, Select, Ticket
 from app.store.registry import Registry
 from app.store.snapshot import Pool, Snapshot
@@ -83,6 +85,7 @@ class Epd:
         consumers: Consumers,
         consumer_taker: Taker,
         budget: RetryBudget,
+        figures: Handovers,
         expects_encoders: bool,
     ) -> None:
         self._registry = registry
@@ -93,6 +96,7 @@ class Epd:
         self._consumers = consumers
         self._consumer_taker = consumer_taker
         self._budget = budget
+        self._figures = figures
         self._expects_encoders = expects_encoders
 
     async def open(self, request: EngineRequest) -> Answer:
@@ -198,6 +202,7 @@ class Epd:
             except UpstreamError as e:
                 failure = e
             log.warning("encoder %s failed: %s", group.url, failure.message)
+            self._figures.count("encodes_failed")
             try:
                 if len(tried) > self._rules.encoder_retries:
                     next_encoder(request.model, tried)(self._registry.snapshot)
@@ -266,7 +271,7 @@ class Epd:
         tickets: Sequence[Ticket],
         consumer_zmq: str | None,
     ) -> dict[Key, Report]:
-        succeeded = False
+        succeeded, begun_s = False, time.monotonic()
         try:
             answer = await self._caller.fetch(
                 group.url,
@@ -290,6 +295,7 @@ class Epd:
                 to_consumer=consumer_zmq is not None,
             )
             succeeded = True
+            self._figures.took(group.url, "encode", time.monotonic() - begun_s)
             return found
         except AnswerTooLong as e:
             raise ReportError(e.message) from e

@@ -1,4 +1,5 @@
-"""Figures of split serving: how often what happened, and how long its stages took, over all workers.
+"""Figures of split serving and of encoders: how often what happened, and how long its stages took, over all
+workers.
 
 Owns HASH handovers (what -> how often) and HASH stages:<url> (<stage>_s, <stage>_count: sums that only grow).
 They are figures: sent behind the counts on the hot connection, never waited for, lost while Redis is away.
@@ -21,11 +22,12 @@ class Handovers:
         self._keys = keys
 
     def count(self, what: str) -> None:
-        """One more: links_made, links_failed, sessions_freed, sessions_lost, missing_params, prefill_fallback."""
+        """One more: links_made, links_failed, sessions_freed, sessions_lost, missing_params,
+        prefill_fallback, encodes_failed."""
         self._ledger.note("HINCRBY", self._keys.handovers, what, 1)
 
     def took(self, url: str, stage: str, seconds: float) -> None:
-        """A stage of a request (link, prefill, handover, decode) took so long at the node."""
+        """A stage of a request (encode, link, prefill, handover, decode) took so long at the node."""
         name = self._keys.stages(url)
         self._ledger.note("HINCRBYFLOAT", name, f"{stage}_s", f"{seconds:.6f}")
         self._ledger.note("HINCRBY", name, f"{stage}_count", 1)

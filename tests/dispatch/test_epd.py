@@ -77,6 +77,7 @@ class World:
         self.ledger = FakeLedger(self.registry)
         self.caller = FakeCaller()
         self.budget = FakeBudget()
+        self.figures = FakeFigures()
         self.taker = FakeTaker(self.ledger, *takes)
         served_by: Any = inner(self) if inner else self.taker
         self.epd = Epd(
@@ -88,6 +89,7 @@ class World:
             rules=replace(RULES, **rules),
             consumers=consumers or Consumers((), (), 1),
             budget=self.budget,  # type: ignore[arg-type]
+            figures=self.figures,  # type: ignore[arg-type]
             expects_encoders=expects_encoders,
         )
 
@@ -421,6 +423,8 @@ async def test_r76_the_items_of_an_encoder_that_fails_go_to_the_next_one(failure
     # Counted where it really ran; the failed call left no latency.
     assert world.ledger.taken == {E0: 2, E1: 3, E2: 1, D0: 1}
     assert world.ledger.latencies == {E0: 0, E1: 2, E2: 1, D0: 1}
+    assert sorted(world.figures.stages) == [("encode", E1), ("encode", E1), ("encode", E2)]
+    assert world.figures.counts == {"encodes_failed": 1}
 
 
 async def test_a_retry_moves_no_cursor_and_the_next_request_goes_on_in_turn() -> None:

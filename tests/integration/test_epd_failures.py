@@ -77,6 +77,22 @@ def test_r76_items_of_an_encoder_that_fails_go_to_the_next_one(floor: Floor, bot
     assert hosts <= {encoders[0].port, encoders[2].port}
 
 
+def test_r80_times_and_failures_of_the_encoder_stage_are_shown(floor: Floor, both: EpdEngine) -> None:
+    good, bad = floor.encoders(2, ttft_s=0.1)
+    bad.set(status=500)
+    space = floor.deployment.space
+    assert space is not None
+    failed_before = int(space.cli("HGET", space.key("handovers"), "encodes_failed") or 0)
+    assert floor.chat(user(image("a"), image("b"))).ok
+    eventually(
+        lambda: int(space.cli("HGET", space.key("handovers"), "encodes_failed") or 0) == failed_before + 1, within_s=2
+    )
+    stages = {url: node["stages"] for url, node in floor.deployment.get("/nodes/status").json().items()}
+    assert stages[bad.url] == {}
+    assert stages[good.url]["encode"]["count"] == 2
+    assert 0.1 <= stages[good.url]["encode"]["mean_s"] < 5
+
+
 def test_r76_an_encoder_that_is_too_slow_is_given_up_for_the_next(floor: Floor, both: EpdEngine) -> None:
     encoders = floor.encoders(2)
     floor.turn_to(0)
