@@ -88,12 +88,12 @@ class Lane(threading.Thread):
 
     def run(self) -> None:
         for one in self._planned:
-            _sleep_until(self.begun_s + one.at_s)
-            if time.monotonic() + one.hold_s > self.begun_s + self._end_s:
+            _sleep_until(self.begun_s + one.at_s, self._load)
+            if self._load.stopping or time.monotonic() + one.hold_s > self.begun_s + self._end_s:
                 return
             try:
                 with self._windows.hurt(one.kind, self._stage, self._load, random.Random(one.seed)):
-                    time.sleep(one.hold_s)
+                    _sleep_until(time.monotonic() + one.hold_s, self._load)
             except Exception as e:
                 self.trouble.append(f"{one.kind.name}: {type(e).__name__}: {e}"[:2000])
                 traceback.print_exc()
@@ -130,21 +130,32 @@ def judge(results: Sequence[Result], windows: Windows, watch: Watch, extra: Sequ
     return Verdict(failures, wrong + list(extra))
 
 
-def touches(result: Result, window: Window) -> bool:
+def touches(result: Result, window: Window, lasts_s: float = 0.0) -> bool:
+    """Whether the request ran while the fault, or what it leaves behind for so long, was on."""
     ended_s = window.ended_s
-    until_s = float("inf") if ended_s is None else ended_s + SETTLE_S + LATE_S
+    until_s = float("inf") if ended_s is None else ended_s + SETTLE_S + LATE_S + lasts_s
     return result.began_s < until_s and result.ended_s > window.began_s
 
 
 def causes_of(result: Result, windows: Windows) -> list[str]:
     """The faults, or else pairs of faults, that explain what a client saw."""
-    kinds = {window.kind for window in windows.all if touches(result, window)}
-    alone = sorted(kind.name for kind in kinds if result.saw.startswith(kind.costs))
+
+    def met(lasts_s: float = 0.0) -> set[Kind]:
+        return {window.kind for window in windows.all if touches(result, window, lasts_s)}
+
+    alone = [w for w in windows.all if touches(result, w) and result.saw.startswith(w.kind.costs)]
+    at_its_end = [
+        w for w in alone if w.began_s <= result.ended_s and (w.ended_s is None or result.ended_s <= w.ended_s)
+    ]
     if alone:
-        return alone
-    names = {kind.name for kind in kinds}
+        return sorted({window.kind.name for window in at_its_end or alone})
+    now = {kind.name for kind in met()}
     return [
-        pair.name for pair in PAIRS if names & pair.first and names & pair.second and result.saw.startswith(pair.costs)
+        pair.name
+        for pair in PAIRS
+        if result.saw.startswith(pair.costs)
+        and now & pair.first
+        and {kind.name for kind in met(pair.lasts_s)} & pair.second
     ]
 
 
@@ -205,7 +216,7 @@ def run_each(kinds: Sequence[Kind], seed: int, times: int, stage: Stage, load: L
     """Each kind `times` times, alone, everything well again before the next; the rows of the table."""
     rows = []
     begun_s = time.monotonic()
-    time.sleep(10)
+    _sleep_until(begun_s + 10, load)
     rows.append(cost_row("(none)", _between(load, begun_s, time.monotonic()), 1))
     for kind in kinds:
         met: list[Result] = []
@@ -213,11 +224,15 @@ def run_each(kinds: Sequence[Kind], seed: int, times: int, stage: Stage, load: L
             rng = random.Random(f"{seed}/{kind.name}/{i}")
             begun_s = time.monotonic()
             with windows.hurt(kind, stage, load, rng):
-                time.sleep(max(kind.hold_s))
+                _sleep_until(begun_s + max(kind.hold_s), load)
             ended_s = time.monotonic() + SETTLE_S
-            _sleep_until(ended_s)
+            _sleep_until(ended_s, load)
+            if load.stopping:
+                return rows
             stage.recover()
-            time.sleep(3.5)  # so long a first byte may take: what is slow through the fault is counted for it
+            _sleep_until(
+                time.monotonic() + 3.5, load
+            )  # so long a first byte may take: what is slow through the fault is counted for it
             met += _between(load, begun_s, ended_s)
         rows.append(cost_row(kind.name, met, times))
         print(rows[-1], flush=True)
@@ -231,8 +246,10 @@ def _between(load: Load, begun_s: float, ended_s: float) -> list[Result]:
 # --- the run
 
 
-def _sleep_until(at_s: float) -> None:
-    time.sleep(max(at_s - time.monotonic(), 0))
+def _sleep_until(at_s: float, load: Load) -> None:
+    """Or until the load is told to stop."""
+    while not load.stopping and (left_s := at_s - time.monotonic()) > 0:
+        time.sleep(min(left_s, 0.1))
 
 
 @contextmanager
@@ -291,7 +308,7 @@ def run(arguments: argparse.Namespace) -> int:
                 lane.start()
             for lane in lanes:
                 lane.join()
-            _sleep_until(lanes[0].begun_s + duration_s)
+            _sleep_until(lanes[0].begun_s + duration_s, load)
             return [line for lane in lanes for line in lane.trouble]
 
         def each() -> list[str]:
@@ -299,9 +316,11 @@ def run(arguments: argparse.Namespace) -> int:
             return []
 
         watch.start()
-        with progress(load, windows, watch, stage):
-            wrong = asyncio.run(beside_load(load, each if arguments.each else soak))
-        watch.end()
+        try:
+            with progress(load, windows, watch, stage):
+                wrong = asyncio.run(beside_load(load, each if arguments.each else soak))
+        finally:
+            watch.end()
         wrong += after(stage, windows)
         verdict = judge(load.results, windows, watch, wrong)
         print()
@@ -386,7 +405,9 @@ def _minutes(text: str) -> float:
 def main() -> int:
     arguments = parser().parse_args()
     if arguments.quick:
-        arguments.minutes, arguments.clients = 0.08, 8
+        arguments.minutes, arguments.clients = 0.05, 8
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell started it with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     try:
         return run(arguments)
     except KeyboardInterrupt:

@@ -31,7 +31,7 @@ _TOO_LONG = f"its headers or trailers are longer than {HEAD_LIMIT_BYTES} bytes"
 _TIMER_SLACK_S = 0.001  # uvloop's timers have whole milliseconds and may fire just before their time
 # A timer that is so late tells of this process, which was stopped or stuck, and not of the engine. What the engine
 # sent meanwhile waits in the socket, and a loop runs its timers first: only the next one is a fair one.
-_LATE_S = 1.0
+_LATE_S = 0.1
 _SECOND_LOOK_S = 0.1
 
 # Where the connection stands with its answer. Plain ints: they are compared for every callback of the parser.

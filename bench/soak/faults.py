@@ -298,12 +298,16 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Pair:
-    """What two faults cost together, which neither does alone: at least one of each side has to be on."""
+    """What two faults cost together, which neither does alone: at least one of each side has to be on.
+
+    The second may have ended so long before as its effect lasts.
+    """
 
     name: str
     first: frozenset[str]
     second: frozenset[str]
     costs: tuple[str, ...]
+    lasts_s: float = 0.0
 
 
 def _lane(name: str) -> frozenset[str]:
@@ -318,10 +322,13 @@ PAIRS = (
         "a worker starts while Redis is away",
         _lane("worker") - {"worker SIGSTOP beyond its lease"}, _REDIS_AWAY, ("503 no_node_available",),
     ),
-    # Failures of all workers are counted in Redis: meanwhile only the retry budget is between them and the clients.
+    # What was sent again within 10 s counts, but only the requests of workers that are there still; and while Redis
+    # is away no breaker opens, so that an engine that fails at once uses up the budget by itself.
     Pair(
-        "an engine resets, no breaker as Redis is away",
-        frozenset({"engine resets before the head"}), _REDIS_AWAY, ("502 engine_broke_off",),
+        "the retry budget is used up",
+        frozenset({"engine resets before the head"}),
+        _lane("worker") | _REDIS_AWAY | {"engine answers 500", "engine answers 503"},
+        ("502 engine_broke_off",), lasts_s=10.0,
     ),
 )  # fmt: skip
 
