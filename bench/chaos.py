@@ -179,7 +179,8 @@ def report(results: Sequence[Result], verdict: Verdict, windows: Windows, watch:
         "",
         "| counts against engines | |",
         "|---|---|",
-        f"| looks, and seconds in which Redis could not be read | {watch.looks}, {watch.blind} |",
+        f"| looks, of them with no fault that may part them | {watch.looks}, {watch.unexcused} |",
+        f"| seconds in which Redis could not be read | {watch.blind} |",
         f"| latest look: so long the machine was too busy | {watch.late_s:.1f} s |",
         f"| times that a node's count was apart | {len(watch.found)} |",
     ]

@@ -55,6 +55,7 @@ class Watch(threading.Thread):
     ) -> None:
         super().__init__(name="watch", daemon=True)
         self.looks = 0
+        self.unexcused = 0  # looks while no fault was on that may part the counts
         self.blind = 0  # seconds in which Redis could not be read
         self.late_s = 0.0  # by how much a look came too late, at most: the machine was busy with others then
         self.found: list[Apart] = []
@@ -116,6 +117,7 @@ class Watch(threading.Thread):
             self.blind += not self._open
             return
         self.looks += 1
+        self.unexcused += not excuses
         self.last = differences
         for url in set(self._open) | set(differences):
             difference, apart = differences.get(url, 0), self._open.get(url)
