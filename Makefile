@@ -3,7 +3,8 @@
 #   make run                       two workers, a Redis of its own, three simulated engines; Ctrl-C ends all of it
 #   make run NODES="http://a:23333 http://b:23333"           with your engines instead
 #   make run ARGS="--server-port 9000 --workers 4"           any flags of `evenhand serve`
-#   make test [ARGS="-k name"] [JOBS=0]   the tests, two files at a time
+#   make test [ARGS="-k name"] [JOBS=0]   the tests, three files at a time
+#   make test-long                 the soaks and failovers that take minutes
 #   make chaos [ARGS="--seed 7"]   five minutes of load under random faults (docs/reliability.md)
 #   make lint                      ruff, mypy, import rules
 #   make format                    what `make lint` says about the format, done
@@ -15,7 +16,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 WORKERS ?= 2
 # Tests wait more than they compute.
-JOBS ?= 2
+JOBS ?= 3
 NODES ?=
 ARGS ?=
 
@@ -23,14 +24,17 @@ py := $(VENV)/bin/python
 named := $(strip $(NODES) $(findstring --nodes,$(ARGS)) $(findstring --simulate,$(ARGS)) $(EVENHAND_NODES))
 pip := $(py) -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test chaos lint format clean
+.PHONY: run test test-long chaos lint format clean
 
 run: $(VENV)/.run
 	@exec $(py) -m app.cli serve $(if $(findstring --workers,$(ARGS)),,--workers $(WORKERS)) \
 		$(if $(NODES),--nodes $(NODES)) $(if $(named),,--simulate 3) $(ARGS)
 
 test: $(VENV)/.dev
-	$(py) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(py) -m pytest -n $(JOBS) --dist loadfile -m "not long" $(ARGS)
+
+test-long: $(VENV)/.dev
+	$(py) -m pytest -n 2 --dist loadfile -m long $(ARGS)
 
 chaos: $(VENV)/.dev
 	$(py) -m bench.chaos $(ARGS)

@@ -17,6 +17,8 @@ from bench.soak.faults import KINDS, Window, Windows
 from bench.soak.load import OK, Result, what_came
 from tests.support.load import Answer
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent
 
 

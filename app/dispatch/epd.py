@@ -253,10 +253,10 @@ class Epd:
 
     async def _take_next(self, model: str, tried: Sequence[str], items: int) -> list[Ticket]:
         """Count the items on the next encoder; the cursor stays where it is, so others' turns don't shift."""
-        tickets = [await self._ledger.acquire(next_encoder(model, tried))]
+        tickets = [await self._ledger.acquire(next_encoder(model, tried), again=True)]
         try:
             while len(tickets) < items:
-                tickets.append(await self._ledger.acquire(only_encoder(model, tickets[0].url)))
+                tickets.append(await self._ledger.acquire(only_encoder(model, tickets[0].url), again=True))
         except BaseException:
             for ticket in tickets:
                 ticket.release(succeeded=False)

@@ -99,7 +99,7 @@ class Hybrid:
             select(self._registry.snapshot)
             if not await retries.may(failure):
                 return None
-            return HeldNode(await self._ledger.acquire(select), self._caller)
+            return HeldNode(await self._ledger.acquire(select, again=True), self._caller)
         except (ModelNotFound, NoNodeAvailable):
             return None
 

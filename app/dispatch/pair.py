@@ -62,7 +62,7 @@ class Pair:
     async def prefill_again(self) -> bool:
         """Count a prefill node once more: what was handed over can't be used any longer. False: there is none."""
         try:
-            self.prefill = await self._ledger.acquire(untried(self._model, self._tried, Role.Prefill))
+            self.prefill = await self._ledger.acquire(untried(self._model, self._tried, Role.Prefill), again=True)
         except (ModelNotFound, NoNodeAvailable):
             return False
         return True
@@ -81,7 +81,7 @@ class Pair:
         self._tried.add(failed.url)
         failed.release(succeeded=False)
         try:
-            return await self._ledger.acquire(untried(self._model, self._tried, role))
+            return await self._ledger.acquire(untried(self._model, self._tried, role), again=True)
         except (ModelNotFound, NoNodeAvailable):
             return None
 

@@ -43,7 +43,6 @@ class RetryBudget:
             affordable = len(self._own) + 1 <= FLOOR / self._ledger.workers + RATIO * self._ledger.requests_in_window
         if affordable:
             self._own.append(now_s)
-            self._ledger.count_no_request()
         else:
             log.warning("a request is not sent again: too many were within the last %d s", WINDOW_S)
         return affordable

@@ -170,17 +170,20 @@ class Ledger:
 
     # --- acquire ----------------------------------------------------------------------------------
 
-    async def acquire(self, select: Select) -> Ticket:
+    async def acquire(self, select: Select, *, again: bool = False) -> Ticket:
         """Choose a node from `select(snapshot)` and count one request on it, in one step.
 
         Raises whatever `select` raises (no such model, no node); never because of Redis.
         """
 
-        (ticket,) = await self.acquire_each(select)
+        (ticket,) = await self.acquire_each(select, again=again)
         return ticket
 
-    async def acquire_each(self, *selects: Select) -> list[Ticket]:
+    async def acquire_each(self, *selects: Select, again: bool = False) -> list[Ticket]:
         """Choose a node from each `select(snapshot)` and count one request on each, all in one step.
+
+        Args:
+            again: the client's request has been given to a node before; the retry budget counts it once.
 
         Returns:
             One ticket per select, in order. Raises as `acquire`.
@@ -195,6 +198,7 @@ class Ledger:
         def read(pools: Sequence[Pool], reply: list[int]) -> list[str]:
             return [pool.urls[index - 1] for pool, index in zip(pools, reply[2:], strict=True)]
 
+        self._requests += not again
         return await self._acquire(selects, self._acquire_script, self._acquire_keys, arguments, read, self._choose)
 
     async def acquire_encoders(self, select: Select, items: int) -> list[Ticket]:
@@ -213,6 +217,7 @@ class Ledger:
         def locally(pools: Sequence[Pool]) -> list[str]:
             return self._assign(pools[0], items)
 
+        self._requests += 1
         return await self._acquire((select,), self._encoders_script, self._encoders_keys, arguments, read, locally)
 
     async def _acquire(
@@ -225,7 +230,6 @@ class Ledger:
         locally: Callable[[Sequence[Pool]], list[str]],
     ) -> list[Ticket]:
         """Follow the registry until the decision is made on its current version; else decide locally."""
-        self._requests += 1
         for attempt in range(STALE_TRIES):
             try:
                 pools = self._select(selects)
@@ -393,10 +397,6 @@ class Ledger:
             self._registry.refresh_soon()
 
     # --- notes ------------------------------------------------------------------------------------
-
-    def count_no_request(self) -> None:
-        """The next acquire is for a request that has been counted already."""
-        self._requests -= 1
 
     @property
     def requests_in_window(self) -> int:

@@ -66,12 +66,12 @@ class FakeLedger:
         self.steps: list[int] = []
         self.waits: Callable[[], Awaitable[None]] | None = None
 
-    async def acquire(self, select: Select) -> Ticket:
+    async def acquire(self, select: Select, *, again: bool = False) -> Ticket:
         if self.waits is not None:
             await self.waits()
         return self._ticket(min(select(self._registry.snapshot).urls, key=lambda url: self.counts[url]))
 
-    async def acquire_each(self, *selects: Select) -> list[Ticket]:
+    async def acquire_each(self, *selects: Select, again: bool = False) -> list[Ticket]:
         if self.waits is not None:
             await self.waits()
         pools = [select(self._registry.snapshot) for select in selects]

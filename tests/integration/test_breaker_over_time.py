@@ -12,7 +12,7 @@ from tests.support.wait import eventually
 BENCHES_AT_ONCE = 2
 N = 5
 
-pytestmark = pytest.mark.timeout(120)  # the first test of the scenarios waits for all of them
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]  # the first test of the scenarios waits for all of them
 
 
 def on(bench: Bench, *, masters: int = 1, workers: int = 2, **settings: int | float) -> Stage:

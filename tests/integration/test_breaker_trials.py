@@ -124,7 +124,7 @@ def test_a_client_that_leaves_its_trial_decides_nothing(stage: Stage) -> None:
     """The node is neither well nor broken by that, and the next request is the trial."""
     tested = unprobed(stage)
     trip(stage, tested)
-    good = unprobed(stage)
+    unprobed(stage)
     tested.set(ttft_s=5)
     half_open(stage, tested)
     assert made_its_trial(stage, tested, leave_after_s=0.7)[-1].left
@@ -132,7 +132,6 @@ def test_a_client_that_leaves_its_trial_decides_nothing(stage: Stage) -> None:
     assert breaker(stage, tested) == "half_open"
     tested.set(ttft_s=0)
     eventually(lambda: stage.many(2).result(5) and breaker(stage, tested) == "closed", within_s=3)
-    assert good.requests
 
 
 # --- R21: over time, with traffic through all workers

@@ -24,6 +24,8 @@ from tests.support.pd import Floor, PdEngine, floor_on
 from tests.support.redis import PrivateRedis, Space
 from tests.support.wait import eventually
 
+pytestmark = pytest.mark.long
+
 LEASE_S = 3.0
 SETTINGS = {
     "serving_strategy": "DistServe",

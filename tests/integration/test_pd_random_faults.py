@@ -20,6 +20,8 @@ from tests.support.pd_vllm import PdFloor, PdVllmEngine, pd_floor
 from tests.support.redis import PrivateRedis
 from workers.engine_pd_rules import Protocol
 
+pytestmark = pytest.mark.long
+
 REQUESTS, AT_ONCE, SEED = 300, 12, 20261130
 EVERY_S = 0.04
 LEASE_S = 2.0

@@ -28,6 +28,8 @@ from tests.support.pd_vllm import pd_floor
 from tests.support.redis import PrivateRedis
 from workers.engine_pd_rules import Protocol
 
+pytestmark = pytest.mark.long
+
 SEED = 20261130
 LEAVES = 5000
 AT_ONCE = 50

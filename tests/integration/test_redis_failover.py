@@ -16,7 +16,7 @@ from tests.support.redis import PrivateRedis, Space
 from tests.support.redis_groups import cluster, sentinel_set, wait_for_failover
 from tests.support.wait import eventually
 
-pytestmark = pytest.mark.timeout(120)  # the first test waits for all of them
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]  # the first test waits for all of them
 BENCHES_AT_ONCE = 4
 # A long lease: what is given back within seconds was given back by the master process of the host.
 SETTINGS = {"lease_s": 30, "redis_timeout_s": 0.5, "probe_interval_s": 1}

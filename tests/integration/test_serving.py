@@ -473,7 +473,7 @@ def test_ready_wants_each_role_that_the_strategy_needs(
     assert "decode" in half.text.lower()
     split.add(decode, role="Decode")
     assert split.get("/ready").status == 200
-    openai_error(chat(split, chat_body("pd")), 501)  # until it is built
+    openai_error(chat(split, chat_body("pd")), 502)  # these two engines know nothing of links
 
 
 # --- internal fields

@@ -9,9 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.integration.serving import Factory, Together, chat_body, connected, raw_post, read_reply
 from tests.support.deployment import Deployment
 from tests.support.wait import eventually
+
+pytestmark = pytest.mark.long
 
 LIMIT_S = 2.0
 # An eighth, twice, for the looks; the rest for a busy machine.

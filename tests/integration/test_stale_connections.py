@@ -25,7 +25,7 @@ IDLE_S, SPREAD_S = 0.25, 0.005
 OVERHEAD_S = 0.004  # between an answer and the next request, at the engine
 ENGINES, ROUNDS = 50, 40
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
 
 def ids(engine: SimulatedEngine) -> list[str]:

@@ -281,7 +281,7 @@ def test_r14_node_that_fails_fast_does_not_attract_traffic(observed: Stage) -> N
     assert observed.many(1).result(5)[0].ok
     bad = observed.engine(status=500, ttft_s=0.002)
     answers = observed.many(200, concurrency=50).result(30)
-    assert {answer.status for answer in answers} == {200, 500}
+    assert {answer.status for answer in answers} <= {200, 500}, "a 500 is tried elsewhere, once"
     # The first look at once, then one request in ten while it has no success (docs/decisions/0006).
     assert 1 <= len(bad.requests) <= 1 + 20 + five_sigma(200, 0.1)
     assert window(observed, bad) == []
