@@ -139,23 +139,22 @@ def touches(result: Result, window: Window, lasts_s: float = 0.0) -> bool:
 
 def causes_of(result: Result, windows: Windows) -> list[str]:
     """The faults, or else pairs of faults, that explain what a client saw."""
-
-    def met(lasts_s: float = 0.0) -> set[Kind]:
-        return {window.kind for window in windows.all if touches(result, window, lasts_s)}
-
     alone = [w for w in windows.all if touches(result, w) and result.saw.startswith(w.kind.costs)]
     at_its_end = [
         w for w in alone if w.began_s <= result.ended_s and (w.ended_s is None or result.ended_s <= w.ended_s)
     ]
     if alone:
         return sorted({window.kind.name for window in at_its_end or alone})
-    now = {kind.name for kind in met()}
+
+    def names(lasts_s: float) -> set[str]:
+        return {window.kind.name for window in windows.all if touches(result, window, lasts_s)}
+
     return [
         pair.name
         for pair in PAIRS
         if result.saw.startswith(pair.costs)
-        and now & pair.first
-        and {kind.name for kind in met(pair.lasts_s)} & pair.second
+        and names(pair.first_lasts_s) & pair.first
+        and names(pair.second_lasts_s) & pair.second
     ]
 
 

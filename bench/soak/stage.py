@@ -167,12 +167,13 @@ class Stage:
     def stop(self) -> list[str]:
         """End all masters as an operator would; what they left behind."""
         noise = []
-        for master in self.masters:
-            try:
-                if code := master.stop():
-                    noise.append(f"{master.url} ended with {code}")
-            except AssertionError as e:
-                noise.append(f"{master.url} {str(e).splitlines()[0]}")
+        with ThreadPoolExecutor(MASTERS) as pool:
+            stopping = [(master, pool.submit(master.stop)) for master in self.masters]
+        for master, stopped in stopping:
+            if e := stopped.exception():
+                noise.append(f"{master.url}: {str(e).splitlines()[0]}")
+            elif code := stopped.result():
+                noise.append(f"{master.url} ended with {code}")
             noise += [f"a process that was left behind: {line}" for line in master.left_behind]
         workers = self.space.cli("ZRANGE", self.space.key("workers"), 0, -1)
         noise += [f"a worker that is still listed: {worker}" for worker in workers]
