@@ -418,8 +418,9 @@ def test_a_shape_is_made_harmless(name: str, url: str, recorder: Recorder) -> No
 
 def test_pipelined_requests_are_requests_of_their_own(url: str, recorder: Recorder) -> None:
     with connected(url) as client:
-        client.sendall(post(b"Content-Length: 0", body=b"") + HIDDEN + PLAIN)
-        assert [read_reply(client).status for _ in range(3)] == [400, 200, 200]
+        # Read as one: several answers may come in one packet.
+        client.sendall(post(b"Content-Length: 0", body=b"") + HIDDEN + post(CL, b"Connection: close"))
+        assert statuses(read_to_end(client)) == [400, 200, 200]
         assert [received.target for received in recorder.posts] == [b"/v1/hidden", PATH]
 
 
