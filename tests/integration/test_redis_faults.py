@@ -144,10 +144,10 @@ def test_r34_half_of_the_keys_lost_is_healed_within_two_seconds(stage: Stage, lo
     with lanes(stage.deployment, stage.deployment.worker_pids()[0], HELD) as busy:
         for lane in busy:
             lane.stream(stage.model)
-        worker = stage.id_of(stage.deployment.worker_pids()[0])
-        before = registry(stage)
         # The workers may be joining again still, after what the test before did to Redis.
         eventually(lambda: stage.counts(held) == (HELD,), within_s=5)
+        worker = stage.id_of(stage.deployment.worker_pids()[0])
+        before = registry(stage)
         assert exact_again(stage, held, before)
         for command in lost:
             verb, name, *more = command.replace("<url>", held.url).replace("<worker>", worker).split()

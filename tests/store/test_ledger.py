@@ -292,7 +292,7 @@ async def test_r09_acquires_cancelled_over_a_slow_road_leave_nothing(redis: Spac
         give_back(tickets, succeeded=True)
         assert made[0].ledger.counts == {}
         await aeventually(lambda: totals(redis) == {running.url: 1})
-        assert exact(redis, made)
+        await aeventually(lambda: exact(redis, made))
 
 
 async def test_r94_cancelled_commands_leave_no_reply_for_the_next_caller(redis: Space, slow_road: TcpProxy) -> None:
