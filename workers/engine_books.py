@@ -11,7 +11,6 @@ Source of the shapes: lmdeploy 0.18.0, pytorch/disagg/conn/protocol.py and serve
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from workers.engine_http import Record
+from workers.engine_rules import need
 
 if TYPE_CHECKING:
     from workers.engine_lmdeploy import LmdeployEngine
@@ -45,17 +45,8 @@ MIGRATION_FIELDS = {
 }  # fmt: skip
 
 
-class Refused(Exception):
-    """The request breaks a rule; the message says which."""
-
-
 class Stale(Exception):
     """The request speaks of what was so once."""
-
-
-def need(holds: object, reason: str) -> None:
-    if not holds:
-        raise Refused(reason)
 
 
 @dataclass(eq=False, slots=True)
@@ -208,23 +199,6 @@ class Books:
         """The answer to its `free_cache` was lost: it may be asked for again."""
         if self.ended.get(number) == "freed":
             self.ended[number] = UNHEARD
-
-
-def parse(body: bytes) -> dict[str, Any]:
-    """The JSON object; a key that stands twice in it is refused, since engines differ in which one counts."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        need(len(keys) == len(set(keys)), f"a key stands twice: {keys}")
-        return dict(pairs)
-
-    try:
-        value = json.loads(body, object_pairs_hook=once)
-    except ValueError as e:
-        raise Refused(f"no JSON: {e}") from e
-    need(isinstance(value, dict), "no JSON object")
-    found: dict[str, Any] = value
-    return found
 
 
 def keys_are(value: object, wanted: set[str], what: str, *, maybe: Iterable[str] = ()) -> None:

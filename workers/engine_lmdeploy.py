@@ -28,18 +28,16 @@ from workers.engine_books import (
     PROMPT_FIELDS,
     Books,
     Fabric,
-    Refused,
     Session,
     Stale,
     check_migration,
     check_prefill,
     is_int,
     keys_are,
-    need,
-    parse,
 )
 from workers.engine_http import Made, Record, scripted_end
 from workers.engine_links import Links
+from workers.engine_rules import Refused, need, parse
 from workers.engine_server import Engine
 
 BLOCK_BYTES = 64  # of the prompt as JSON: its blocks are counted, not computed

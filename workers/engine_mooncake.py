@@ -17,7 +17,8 @@ from workers.engine_answers import Answer, Knobs
 from workers.engine_http import Record
 from workers.engine_pd import Admitted, Fabric, Kept, PdEngine
 from workers.engine_pd_answers import PdKnobs
-from workers.engine_pd_rules import Body, Leg, Protocol, need
+from workers.engine_pd_rules import Body, Leg, Protocol
+from workers.engine_rules import need
 from workers.engine_server import Engine
 
 

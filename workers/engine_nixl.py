@@ -15,7 +15,8 @@ from workers import engine_pd_rules as rules
 from workers.engine_answers import Answer
 from workers.engine_http import Record
 from workers.engine_pd import Admitted, Kept, PdEngine
-from workers.engine_pd_rules import Body, Protocol, need
+from workers.engine_pd_rules import Body, Protocol
+from workers.engine_rules import need
 
 PORT = 5600  # vLLM's default side channel
 BLOCK_TOKENS = 16

@@ -21,7 +21,8 @@ from workers import engine_pd_rules as rules
 from workers.engine_answers import Answer, Gate
 from workers.engine_http import Made, Record, scripted_end
 from workers.engine_pd_answers import PdKnobs, speak
-from workers.engine_pd_rules import Body, Leg, Protocol, Refused, need
+from workers.engine_pd_rules import Body, Leg, Protocol
+from workers.engine_rules import Refused, need, parse
 from workers.engine_server import Engine
 
 
@@ -209,7 +210,7 @@ class PdEngine(Engine):
                 need(self.leg == "decode", f"{path} is for nodes that serve it whole")
                 return super().answer(record)
             headers = rules.check_headers(record.headers, key=knobs.key)
-            body = rules.parse(record.body)
+            body = parse(record.body)
             need(body.get("model") in knobs.models, f"model {body.get('model')}")
             rules.check_body(self.protocol, self.leg, path, body)
             scripted, unsaid = self.struck(record) and knobs.status != 200, self._ends_unsaid(record)

@@ -9,11 +9,12 @@ Sources: vLLM's NIXL toy proxy and its Mooncake connector proxy; SGLang's mini_l
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
+
+from workers.engine_rules import need
 
 Protocol = Literal["nixl", "mooncake", "sglang"]
 Leg = Literal["prefill", "decode"]
@@ -58,32 +59,6 @@ NIXL_WANTED: Body = {
     "remote_port": None,
 }
 ROOMS = 2**63
-
-
-class Refused(Exception):
-    """The request is not in the protocol; the message says why."""
-
-
-def need(holds: object, reason: str) -> None:
-    if not holds:
-        raise Refused(reason)
-
-
-def parse(body: bytes) -> Body:
-    """The JSON object; a key that stands twice in one object is refused, since engines differ in which one counts."""
-
-    def once(pairs: list[tuple[str, Any]]) -> Body:
-        keys = [key for key, _ in pairs]
-        need(len(keys) == len(set(keys)), f"a key stands twice: {keys}")
-        return dict(pairs)
-
-    try:
-        value = json.loads(body, object_pairs_hook=once)
-    except ValueError as e:
-        raise Refused(f"no JSON: {e}") from e
-    need(isinstance(value, dict), "no JSON object")
-    found: Body = value
-    return found
 
 
 def check_headers(pairs: Iterable[tuple[bytes, bytes]], *, key: str) -> dict[str, str]:

@@ -15,7 +15,8 @@ from workers.engine_answers import Answer, Gate
 from workers.engine_http import Record
 from workers.engine_pd import Admitted, Fabric, PdEngine
 from workers.engine_pd_answers import PdKnobs
-from workers.engine_pd_rules import Body, Leg, Protocol, need
+from workers.engine_pd_rules import Body, Leg, Protocol
+from workers.engine_rules import need
 
 BOOTSTRAP_PORT = 8998
 

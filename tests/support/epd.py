@@ -20,7 +20,6 @@ from tests.support.epd_rules import (
     CHILD_ID,
     EMBEDS_OF,
     TRANSFER_ID,
-    Refused,
     check_consume,
     check_encode,
     check_prefill,
@@ -29,14 +28,13 @@ from tests.support.epd_rules import (
     flat,
     headers_of,
     media_of,
-    need,
-    parse,
     url_of,
 )
 from tests.support.loop import LoopThread
 from workers import engine_answers as answers
 from workers.engine_answers import Answer, Knobs
 from workers.engine_http import Record
+from workers.engine_rules import Refused, need, parse
 from workers.engine_server import Engine
 
 Part = Literal["encode", "prefill", "decode", "both"]

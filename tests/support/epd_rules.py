@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from workers.engine_rules import need
+
 EMBEDS_OF = {
     "image_url": "image_embeds",
     "video_url": "video_embeds",
@@ -36,32 +38,6 @@ CLIENT_FIELDS = {
 KEY_HEADERS = {"x-api-key", "api-key"}
 CHILD_ID = re.compile(r"(?P<parent>.+):(?P<index>\d+):(?P<hex>[0-9a-f]{6})")
 TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
-
-
-class Refused(Exception):
-    """The request is not in the protocol; the message says why."""
-
-
-def need(holds: object, reason: str) -> None:
-    if not holds:
-        raise Refused(reason)
-
-
-def parse(body: bytes) -> dict[str, Any]:
-    """The JSON object; a key that stands twice in one object is refused, since engines differ in which one counts."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        need(len(keys) == len(set(keys)), f"a key stands twice: {keys}")
-        return dict(pairs)
-
-    try:
-        value = json.loads(body, object_pairs_hook=once)
-    except ValueError as e:
-        raise Refused(f"no JSON: {e}") from e
-    need(isinstance(value, dict), "no JSON object")
-    found: dict[str, Any] = value
-    return found
 
 
 def headers_of(pairs: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

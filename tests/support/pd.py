@@ -26,9 +26,10 @@ from tests.support.quiet import quiet_check
 from tests.support.redis import Space
 from tests.support.wait import eventually
 from workers.engine_answers import Knobs
-from workers.engine_books import Fabric, parse
+from workers.engine_books import Fabric
 from workers.engine_http import Record
 from workers.engine_lmdeploy import Call, LmdeployEngine, Traits
+from workers.engine_rules import parse
 
 __all__ = ["Fabric", "Floor", "Leaving", "PdEngine", "floor_on"]
 

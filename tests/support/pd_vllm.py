@@ -31,7 +31,8 @@ from workers.engine_mooncake import MooncakeEngine
 from workers.engine_nixl import NixlEngine
 from workers.engine_pd import Fabric, PdEngine
 from workers.engine_pd_answers import PdKnobs
-from workers.engine_pd_rules import Body, Leg, Protocol, parse
+from workers.engine_pd_rules import Body, Leg, Protocol
+from workers.engine_rules import parse
 from workers.engine_sglang import SglangEngine
 
 ROLE_OF: dict[Leg, str] = {"prefill": "Prefill", "decode": "Decode"}
