@@ -238,7 +238,6 @@ class Split:
             links=self.links,
             sessions=self.sessions,
             migrations=migrations,
-            engines=distserve,
             figures=self.figures,
             worker=worker,
             gc_age_s=settings.gc_age_s,

@@ -6,7 +6,7 @@
 -- ARGV[2]  seen               the record that the caller read; '' = none
 -- ARGV[3]  new                the record from now on; '' = none
 -- RETURN   {code}             code: 0 done, 7 it is another one by now
--- COST     O(1)               CALLER app/store/links.py, app/store/migrations.py
+-- COST     O(1)               CALLER app/store/links.py
 local records, name, seen, new = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 
 if (redis.call('HGET', records, name) or '') ~= seen then

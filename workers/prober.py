@@ -17,11 +17,11 @@ from redis.exceptions import RedisError
 
 from app.errors import EngineRefused, EngineTimeout, StoreUnavailable, UpstreamError
 from app.nodes import Breaker, Node, State
+from app.store.clock import redis_ms
 from app.store.keys import Keys
 from app.store.registry import Registry, number
 from app.store.scripts import Code
 from app.upstream.management import EngineClient, Verdict
-from workers.redis_clock import redis_ms
 
 log = logging.getLogger("evenhand.prober")
 

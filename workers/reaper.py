@@ -14,11 +14,11 @@ import redis
 
 from app.errors import StoreUnavailable
 from app.settings import Settings
+from app.store.clock import redis_ms
 from app.store.keys import Keys, of_node_removed, of_worker_given_up
 from app.store.locator import Locator
 from app.store.registry import Registry
 from app.store.scripts import Code, load_scripts
-from workers.redis_clock import redis_ms
 
 log = logging.getLogger("evenhand.workers")
 

@@ -1,7 +1,7 @@
 """LMDeploy's DistServe beside the requests: links made ahead, and what is left behind cleared away.
 
-Owns warm-up, garbage collection and what there is to see. Links of nodes that were removed or that restarted
-are undone, sessions whose worker died or whose node was removed are freed. One worker of the deployment at a
+Owns warm-up, garbage collection and what there is to see. Links of nodes that were removed are undone,
+sessions whose worker died or whose node was removed are freed. One worker of the deployment at a
 time does that (`workers.janitor`).
 """
 
@@ -20,7 +20,6 @@ from app.store.handovers import Handovers
 from app.store.links import Link, LinkTable, ends_of, pair_of, read_link
 from app.store.migrations import Migrations, read_migration
 from app.store.registry import Registry
-from app.upstream.distserve import DistServeClient
 
 UNDO_WITHIN_MS = 60_000
 """For as long nobody links a pair that is being undone."""
@@ -39,7 +38,6 @@ class DistServe:
         links: Links,
         sessions: Sessions,
         migrations: Migrations,
-        engines: DistServeClient,
         figures: Handovers,
         worker: str,
         gc_age_s: float,
@@ -50,7 +48,6 @@ class DistServe:
         self._links = links
         self._sessions = sessions
         self._migrations = migrations
-        self._engines = engines
         self._figures = figures
         self._worker = worker
         self._gc_age_s = gc_age_s

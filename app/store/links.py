@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from redis.exceptions import RedisError
 
-from app.errors import StoreUnavailable
+from app.store.clock import redis_ms
 from app.store.keys import Keys
-from app.store.registry import Registry
-from app.store.scripts import Code
+from app.store.registry import Registry, as_unavailable
+from app.store.scripts import Argument, Code
 
 
 class Link(msgspec.Struct, omit_defaults=True):
@@ -79,24 +78,25 @@ class LinkTable:
 
     async def claim(self, pair: str, lives: str, version: int, *, wait_s: float) -> Claim:
         """Learn whether `pair` is linked, or take it upon this worker to link it within `wait_s`."""
-        arguments = [pair, self._worker, lives, version, round(wait_s * 1000)]
+        arguments: list[Argument] = [pair, self._worker, lives, version, round(wait_s * 1000)]
         names = [self._keys.links, self._keys.workers, self._keys.version]
-        code, text = await self._run("claim_link", names, arguments)
+        with as_unavailable():
+            code, text = await self._registry.run("claim_link", names, arguments)
         return Claim(Code(code), text, read_link(text))
 
     async def settle(self, pair: str, seen: str, link: Link) -> bool:
         """Put down what became of a claim. False: it isn't this worker's any more."""
-        return await self._swap(self._keys.links, pair, seen, msgspec.json.encode(link).decode())
+        return await self._swap(pair, seen, msgspec.json.encode(link).decode())
 
     async def mark_undoing(self, pair: str, seen: str, link: Link, *, within_ms: int) -> str | None:
         """Keep everybody from linking the pair meanwhile; the record that says so, None: another was faster."""
         link.until_ms = await self._now_ms() + within_ms
         text = msgspec.json.encode(link).decode()
-        return text if await self._swap(self._keys.links, pair, seen, text) else None
+        return text if await self._swap(pair, seen, text) else None
 
     async def drop(self, pair: str, seen: str) -> bool:
         """Take a record away. True for exactly one of those who saw it: that one undoes the link."""
-        return await self._swap(self._keys.links, pair, seen, "")
+        return await self._swap(pair, seen, "")
 
     async def one(self, pair: str) -> Link:
         """A pair's record; a void one where it has none."""
@@ -107,41 +107,29 @@ class LinkTable:
         return await hash_of(self._registry, self._keys.links)
 
     async def _now_ms(self) -> int:
-        try:
-            seconds, microseconds = await self._registry.redis.time()
-        except (RedisError, OSError, TimeoutError) as e:
-            raise StoreUnavailable(f"Redis can't be used: {e or type(e).__name__}") from e
-        return int(seconds * 1000 + microseconds // 1000)
+        with as_unavailable():
+            return redis_ms(await self._registry.redis.time())
 
-    async def _swap(self, name: str, field: str, seen: str, new: str) -> bool:
-        (code,) = await self._run("swap_record", [name], [field, seen, new])
-        return bool(code == Code.DONE)
-
-    async def _run(self, script: str, names: list[str], arguments: list[Any]) -> Any:
-        return await run(self._registry, script, names, arguments)
+    async def _swap(self, pair: str, seen: str, new: str) -> bool:
+        return await swap(self._registry, self._keys.links, pair, seen, new)
 
 
-async def run(registry: Registry, script: str, names: list[str], arguments: list[Any]) -> Any:
-    """Run a script over the management connection. Raises StoreUnavailable."""
-    try:
-        return await registry.run(script, names, arguments)
-    except (RedisError, OSError, TimeoutError) as e:
-        raise StoreUnavailable(f"Redis can't be used: {e or type(e).__name__}") from e
+async def swap(registry: Registry, name: str, field: str, seen: str, new: str) -> bool:
+    """Replace a record of a hash, or delete it where `new` is "", if it is still `seen`. Raises StoreUnavailable."""
+    with as_unavailable():
+        (code,) = await registry.run("swap_record", [name], [field, seen, new])
+    return bool(code == Code.DONE)
 
 
 async def hash_of(registry: Registry, name: str) -> dict[str, str]:
     """A whole hash. Raises StoreUnavailable."""
-    try:
+    with as_unavailable():
         found: dict[Any, Any] = await registry.redis.hgetall(name)
-    except (RedisError, OSError, TimeoutError) as e:
-        raise StoreUnavailable(f"Redis can't be used: {e or type(e).__name__}") from e
     return found
 
 
 async def field_of(registry: Registry, name: str, field: str) -> str:
     """A field of a hash, "" where it isn't there. Raises StoreUnavailable."""
-    try:
+    with as_unavailable():
         (found,) = await registry.redis.hmget(name, [field])
-    except (RedisError, OSError, TimeoutError) as e:
-        raise StoreUnavailable(f"Redis can't be used: {e or type(e).__name__}") from e
     return str(found or "")

@@ -8,17 +8,15 @@ what a worker that died has left is found and freed by another one. It must not 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
-from redis.exceptions import RedisError
 
-from app.errors import StoreUnavailable
+from app.store.clock import redis_ms
 from app.store.keys import Keys
 from app.store.ledger import Ledger
-from app.store.links import field_of, hash_of, run
-from app.store.registry import Registry
-from app.store.scripts import Code, Script
+from app.store.links import field_of, hash_of, swap
+from app.store.registry import Registry, as_unavailable
+from app.store.scripts import Script
 
 
 class Migration(msgspec.Struct, omit_defaults=True):
@@ -118,20 +116,16 @@ class Migrations:
 
     async def workers_and_time(self) -> tuple[set[str], int]:
         """The workers whose lease runs, and Redis's clock in ms."""
-        try:
+        with as_unavailable():
             async with self._registry.redis.pipeline(transaction=True) as pipe:
                 pipe.time()
                 pipe.zrange(self._keys.workers, 0, -1, withscores=True)
-                (seconds, microseconds), leases = await pipe.execute()
-        except (RedisError, OSError, TimeoutError) as e:
-            raise StoreUnavailable(f"Redis can't be used: {e or type(e).__name__}") from e
-        now_ms = seconds * 1000 + microseconds // 1000
+                time, leases = await pipe.execute()
+        now_ms = redis_ms(time)
         return {worker for worker, until_ms in leases if until_ms > now_ms}, now_ms
 
     async def _swap(self, name: str, seen: str, new: str) -> bool:
-        arguments: list[Any] = [name, seen, new]
-        (code,) = await run(self._registry, "swap_record", [self._keys.migrations], arguments)
-        return bool(code == Code.DONE)
+        return await swap(self._registry, self._keys.migrations, name, seen, new)
 
 
 def read_migration(text: str) -> Migration | None:

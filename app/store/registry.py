@@ -17,7 +17,7 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -475,15 +475,13 @@ class Registry:
 
     async def _guard(self, call: Callable[[], Awaitable[T]]) -> T:
         """Map the client library's errors to StoreUnavailable."""
-        try:
+        with as_unavailable():
             async with asyncio.timeout(self._timeout_s * 2):
                 await self._turns.acquire()
             try:
                 return await self._mended(call)
             finally:
                 self._turns.release()
-        except (RedisError, OSError, TimeoutError) as e:
-            raise StoreUnavailable(f"Redis can't be used: {e or type(e).__name__}") from e
 
     def _tell(self, change: str, url: str, version: int) -> None:
         event = {"change": change, "url": url, "version": version, "worker": self._worker}
@@ -520,6 +518,15 @@ class Registry:
             finally:
                 with contextlib.suppress(RedisError, OSError):
                     await pubsub.aclose()  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def as_unavailable() -> Iterator[None]:
+    """The client library's errors as StoreUnavailable, the cause kept."""
+    try:
+        yield
+    except (RedisError, OSError, TimeoutError) as e:
+        raise StoreUnavailable(f"Redis can't be used: {e or type(e).__name__}") from e
 
 
 def _flat(fields: Mapping[str, str]) -> list[Argument]:

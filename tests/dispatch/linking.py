@@ -76,7 +76,8 @@ class Linker:
         self.links = Links(**parts, table=worker.links, rules=rules, engine_key="common")
         self.sessions = Sessions(**parts, migrations=worker.migrations, key_of=self.links.key_of)
         self.distserve = DistServe(
-            **parts,
+            registry=worker.registry,
+            figures=worker.figures,
             table=worker.links,
             links=self.links,
             sessions=self.sessions,
