@@ -15,6 +15,12 @@ from app.upstream.transport import Response, Target, Timeouts, Transport
 IDENTITY = (b"accept-encoding", b"identity")
 
 
+def uncompressed(request: EngineRequest) -> EngineRequest:
+    """The request for an answer that is read here: the client's wish for a compressed one is not passed on."""
+    kept = (header for header in request.headers if header[0] != b"accept-encoding")
+    return replace(request, headers=[*kept, IDENTITY])
+
+
 class AnswerTooLong(EngineProtocolError):
     """A body over the limit of whoever asked: it would be as long the next time."""
 
@@ -92,15 +98,14 @@ class Caller:
         self._breakers.failed(url, error)
 
     async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int, leg: Leg = Leg.WHOLE) -> Whole:
-        """The whole answer, as it is read here: the client's wish for a compressed one is not passed on.
+        """The whole answer, read here.
 
         Raises UpstreamError; AnswerTooLong where its body is longer than `limit_bytes`.
         """
-        headers = [*(header for header in request.headers if header[0] != b"accept-encoding"), IDENTITY]
-        response = await self.send(url, replace(request, headers=headers), leg)
+        response = await self.send(url, uncompressed(request), leg)
         try:
             body = bytearray()
-            while chunk := await self._read(url, response):
+            while chunk := await self.read(url, response):
                 body += chunk
                 if len(body) > limit_bytes:
                     raise AnswerTooLong(f"engine {url}: its answer is longer than {limit_bytes} bytes")
@@ -108,7 +113,8 @@ class Caller:
         finally:
             response.close()
 
-    async def _read(self, url: str, response: Response) -> bytes:
+    async def read(self, url: str, response: Response) -> bytes:
+        """The next bytes of an answer that is read here; a node that breaks off is told of. Raises UpstreamError."""
         try:
             return await response.read()
         except UpstreamError as e:

@@ -41,7 +41,8 @@ class Retries:
         if not self.left:
             return False
         if isinstance(failure, UpstreamError):
-            free, wanted = never_arrived(failure), never_arrived(failure) or _broke_early(failure)
+            free = never_arrived(failure)
+            wanted = free or _broke_early(failure)
         else:
             free, wanted = False, self.concerns(failure)
         if not wanted or not (free or await self._budget.take()):

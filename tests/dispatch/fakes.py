@@ -19,7 +19,7 @@ from app.errors import EngineRefused, Headers, UpstreamError
 from app.nodes import Node, Role, State
 from app.store.ledger import Select, Ticket
 from app.store.snapshot import Snapshot
-from app.upstream.transport import Timeouts
+from app.upstream.transport import Response, Timeouts
 
 Json = dict[str, Any]
 MODEL = "m"
@@ -192,6 +192,13 @@ class FakeCaller:
 
     def broke(self, url: str, error: UpstreamError) -> None:
         self.broken.append((url, type(error).__name__))
+
+    async def read(self, url: str, response: Response) -> bytes:
+        try:
+            return await response.read()
+        except UpstreamError as e:
+            self.broke(url, e)
+            raise
 
     async def _answer(self, url: str, request: EngineRequest, leg: Leg) -> tuple[int, bytes]:
         call = Call(url, request, leg)

@@ -15,7 +15,7 @@ from typing import Any
 
 from app.dispatch.answer import Answer, Begun, EngineRequest, Whole
 from app.dispatch.bodies import members_of
-from app.dispatch.caller import IDENTITY, Caller, Leg
+from app.dispatch.caller import Caller, Leg, uncompressed
 from app.dispatch.handover.bodies import Members, Prefilled, check_splittable, read_prefilled, value_of
 from app.dispatch.handover.merge import Known, merged
 from app.dispatch.pair import Pair
@@ -58,16 +58,13 @@ class Protocol(ABC):
     async def call_decode(self, pair: Pair, request: EngineRequest, leg: Leg = Leg.WHOLE) -> Response:
         """Decode's answer, its first bytes included; or one of 400 and more, to its head."""
         url, begun_s = pair.decode.url, time.monotonic()
-        headers = [*(header for header in request.headers if header[0] != b"accept-encoding"), IDENTITY]
-        response = await self.caller.send(url, replace(request, headers=headers), leg)
+        response = await self.caller.send(url, uncompressed(request), leg)
         if response.status >= 400:
             return response
         try:
-            first = await response.read()
-        except BaseException as e:
+            first = await self.caller.read(url, response)
+        except BaseException:
             response.close()
-            if isinstance(e, UpstreamError):
-                self.caller.broke(url, e)
             raise
         pair.took("decode", url, time.monotonic() - begun_s)
         return Begun(response, first)
@@ -121,7 +118,7 @@ class Sequential(Protocol):
 
     @abstractmethod
     def hand(self, pair: Pair, members: Members, prefilled: Prefilled) -> Handed:
-        """Raises EngineBroke where nothing was handed over and the settings want that to fail."""
+        """Raises EngineProtocolError where nothing was handed over and the settings want that to fail."""
 
     async def link(self, pair: Pair) -> None:
         """Make sure that the two can reach each other. Raises LinkFailed."""
@@ -340,10 +337,9 @@ class Concurrent(Protocol):
         """Decode's failure, read to its end, so that its count can be given back whatever is done with it."""
         body = bytearray()
         try:
-            while len(body) < REFUSAL_LIMIT_BYTES and (chunk := await response.read()):
+            while len(body) < REFUSAL_LIMIT_BYTES and (chunk := await self.caller.read(url, response)):
                 body += chunk
         except UpstreamError as e:
-            self.caller.broke(url, e)
             raise _LegFailed(url, e) from e
         response.close()
         return Answer(Whole(url, response.status, response.headers, bytes(body)), url, ())
