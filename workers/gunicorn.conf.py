@@ -8,6 +8,7 @@ Owns the master's settings and hooks. gunicorn reads every global whose name is 
 whatever is not meant for it begins with an underscore.
 """
 
+import gc
 import math
 import os
 import resource
@@ -20,7 +21,11 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(_ROOT):  # the working directory may hold an `app` of its own
     sys.path.insert(0, str(_ROOT))
+# gunicorn reads this file again at SIGHUP: what is ours is then imported anew.
+for _module in [name for name in sys.modules if name.partition(".")[0] in ("app", "workers")]:
+    del sys.modules[_module]
 
+import app.main  # once here, for all workers: they start faster and share the memory of what is imported
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
 from app.settings import Settings, misspelt_variables
@@ -54,7 +59,7 @@ bind = (
 )
 workers = _settings.workers
 worker_class = "workers.server.EvenhandWorker"
-preload_app = False  # a reload must load new code, and no connection may be made before the fork
+preload_app = False  # what makes connections is built in the worker
 timeout = _STUCK_S
 graceful_timeout = math.ceil(_settings.grace_s + MASTER_MARGIN_S)
 keepalive = 75  # seconds; above the 60 s that load balancers keep idle connections, so that they close first
@@ -102,6 +107,7 @@ def on_starting(server: Any) -> None:
 def pre_fork(server: Any, worker: Any) -> None:
     # Made before the fork, so that the master can name the worker's counts when it is dead.
     worker.nonce = secrets.token_hex(4)
+    gc.freeze()  # a collection in the worker would write to the pages that it shares
 
 
 def post_fork(server: Any, worker: Any) -> None:
