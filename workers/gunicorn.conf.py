@@ -25,7 +25,7 @@ if sys.path[0] != str(_ROOT):  # the working directory may hold an `app` of its 
 for _module in [name for name in sys.modules if name.partition(".")[0] in ("app", "workers")]:
     del sys.modules[_module]
 
-import app.main  # once here, for all workers: they start faster and share the memory of what is imported
+import app.main  # noqa: F401  once here, for all workers: they start faster and share the memory
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
 from app.settings import Settings, misspelt_variables

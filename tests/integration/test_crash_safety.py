@@ -36,7 +36,7 @@ BENCHES_AT_ONCE = 32
 
 
 def test_r08_counts_of_a_killed_worker_are_given_back_and_no_others(stage: Stage) -> None:
-    engine = stage.engine(gap_s=0.1, chunks=25)
+    engine = stage.engine(gap_s=0.1, chunks=50)
     victim, *others = stage.deployment.worker_pids()
     others_streams = []
     for pid in others:

@@ -167,7 +167,7 @@ def test_r34_half_of_the_keys_lost_is_healed_within_two_seconds(stage: Stage, lo
     ],
     ids=" and ".join,
 )
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+@pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.long), True], ids=["idle", "busy"])
 def test_r34_keys_of_another_type_are_healed_and_counts_within_two_seconds(
     stage: Stage, written: list[str], busy: bool
 ) -> None:

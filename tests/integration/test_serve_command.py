@@ -227,7 +227,7 @@ def test_gunicorn_alone_serves_by_environment_variables_and_an_engine_registers_
     words = [sys.executable, "-m", "gunicorn", "-c", "workers/gunicorn.conf.py", "app.main:app"]
     gunicorn = bench.process("gunicorn", words, env)
     eventually(lambda: status_of(port, "/health") == 200, within_s=20)
-    assert len(children(gunicorn.pid)) == 2
+    eventually(lambda: len(children(gunicorn.pid)) == 2)
     eventually(lambda: nodes_of(port).get(fixed.url, {}).get("state") == "ready", within_s=5)
     eventually(lambda: status_of(port, "/ready") == 200, within_s=1)
     answers = start(load.many(url, 10)).result(10)

@@ -687,7 +687,7 @@ def test_the_shared_state_is_what_the_model_says_after_every_step(raw_client: re
     run_state_machine_as_test(
         lambda: Machine(raw_client),
         settings=settings(
-            max_examples=50,
+            max_examples=30,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
