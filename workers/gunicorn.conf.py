@@ -29,6 +29,7 @@ import app.main  # noqa: F401  once here, for all workers: they start faster and
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
 from app.settings import Settings, misspelt_variables
+from workers.listener import Shares
 from workers.logs import logging_config
 from workers.processes import die_with_parent
 from workers.server import MASTER_MARGIN_S, READY_FD_VARIABLE
@@ -75,6 +76,10 @@ accesslog = None
 logconfig_dict = logging_config(_settings.log_level, _settings.log_format)
 
 
+# A reload makes a new one: workers of before take no more connections soon.
+_shares = Shares(2 * workers + 16)
+
+
 def on_starting(server: Any) -> None:
     """Forget the registry where that is asked for; raise the limit on open files before the workers inherit it."""
     if READY_FD_VARIABLE not in os.environ:  # else `evenhand serve` has said it
@@ -107,6 +112,7 @@ def on_starting(server: Any) -> None:
 def pre_fork(server: Any, worker: Any) -> None:
     # Made before the fork, so that the master can name the worker's counts when it is dead.
     worker.nonce = secrets.token_hex(4)
+    worker.share = _shares.take()
     gc.freeze()  # a collection in the worker would write to the pages that it shares
 
 
@@ -118,6 +124,7 @@ def post_fork(server: Any, worker: Any) -> None:
 
 def child_exit(server: Any, worker: Any) -> None:
     """Give a dead worker's counts back at once instead of when its lease ends. Best effort: the lease stays."""
+    worker.share.leave()
     try:
         from workers.reaper import give_back
 

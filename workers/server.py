@@ -34,6 +34,7 @@ from uvicorn_worker import UvicornWorker
 from app.errors import BadRequest, EvenhandError, error_answer
 from app.settings import Settings
 from workers.half_closed import HalfClosed
+from workers.listener import Listener, Share
 from workers.patience import Kind, Owed, Patience
 from workers.request_head import HEAD_LIMIT_BYTES, HEADERS_LIMIT, HeadTooLarge, fault_of
 
@@ -219,6 +220,9 @@ class Protocol(HttpToolsProtocol):
             self._patience.end()
         self._tell_of_departure()
         super().connection_lost(exc)
+        share: Share | None = getattr(self.server_state, "share", None)
+        if share is not None:
+            share.ended()
 
     def _tell_of_departure(self) -> None:
         # uvicorn tells only the latest request; the one that runs is the first of a pipeline.
@@ -321,8 +325,11 @@ class GracefulServer(Server):
     fails if their meaning changes.
     """
 
-    def __init__(self, config: Config, app: object, *, grace_s: float) -> None:
+    servers: list[Listener]  # type: ignore[assignment]
+
+    def __init__(self, config: Config, app: object, *, grace_s: float, share: Share) -> None:
         super().__init__(config)
+        self.server_state.share = share  # type: ignore[attr-defined]
         self._app = app
         self._grace_s = grace_s
         self._deadline: float | None = None  # time.monotonic(); set once the drain has begun
@@ -343,7 +350,16 @@ class GracefulServer(Server):
         await self._serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])
+        config, state = self.config, self.server_state
+
+        def make_protocol() -> asyncio.Protocol:
+            return config.http_protocol_class(config=config, server_state=state, app_state=self.lifespan.state)  # type: ignore[call-arg]
+
+        self.servers = [
+            Listener(sock, make_protocol=make_protocol, ssl_context=config.ssl, share=state.share)  # type: ignore[attr-defined]
+            for sock in sockets or []
+        ]
         report_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -428,7 +444,7 @@ class EvenhandWorker(UvicornWorker):  # type: ignore[misc]
     async def _serve(self) -> None:
         self.config.app = self.wsgi
         settings = Settings.load()
-        server = GracefulServer(self.config, self.wsgi, grace_s=settings.grace_s)
+        server = GracefulServer(self.config, self.wsgi, grace_s=settings.grace_s, share=self.share)
         server.server_state.client_timeout_s = settings.client_timeout_s  # type: ignore[attr-defined]
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, server.stop)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -30,10 +34,34 @@ from tests.support import load
 from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
 from tests.support.http import request
+from tests.support.wait import eventually
 
 DEPLOYMENT = SharedDeployment(workers=2)
 
 MB = 1_000_000
+
+
+# --- connections
+
+
+def test_r57_connections_are_shared_evenly_over_the_workers(deployment: Deployment) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(60):
+            stack.enter_context(socket.create_connection(("127.0.0.1", deployment.port)))
+        eventually(lambda: sum(connections(pid, deployment.port) for pid in deployment.worker_pids()) >= 60)
+        counts = [connections(pid, deployment.port) for pid in deployment.worker_pids()]
+    assert max(counts) - min(counts) <= 4, counts
+
+
+def connections(pid: int, port: int) -> int:
+    """How many that came in at `port` the process holds."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    inodes = {f"socket:[{line[9]}]" for line in lines if line[1].endswith(f":{port:04X}") and line[3] == "01"}
+    found = 0
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found += os.readlink(fd) in inodes
+    return found
 
 
 # --- the body
