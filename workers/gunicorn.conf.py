@@ -18,6 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gunicorn.app.base
+
 _ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(_ROOT):  # the working directory may hold an `app` of its own
     sys.path.insert(0, str(_ROOT))
@@ -29,8 +31,8 @@ import app.main  # noqa: F401  once here, for all workers: they start faster and
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
 from app.settings import Settings, misspelt_variables
-from workers.listener import Shares
 from workers.logs import logging_config
+from workers.master import Master
 from workers.processes import die_with_parent
 from workers.server import MASTER_MARGIN_S, READY_FD_VARIABLE
 
@@ -48,6 +50,7 @@ try:
     Topology.of(_settings)
 except ConfigurationError as _e:
     sys.exit(f"gunicorn.conf.py: {_e.message}")
+gunicorn.app.base.Arbiter = Master  # there is no setting for it
 # Paths become absolute before gunicorn changes the directory, and the workers read the same again.
 os.environ.update(_settings.environment())
 
@@ -74,10 +77,6 @@ if os.access("/dev/shm", os.W_OK | os.X_OK):
 control_socket_disable = True  # it would be one path a user for all deployments
 accesslog = None
 logconfig_dict = logging_config(_settings.log_level, _settings.log_format)
-
-
-# A reload makes a new one: workers of before take no more connections soon.
-_shares = Shares(2 * workers + 16)
 
 
 def on_starting(server: Any) -> None:
@@ -112,7 +111,7 @@ def on_starting(server: Any) -> None:
 def pre_fork(server: Any, worker: Any) -> None:
     # Made before the fork, so that the master can name the worker's counts when it is dead.
     worker.nonce = secrets.token_hex(4)
-    worker.share = _shares.take()
+    worker.share = server.shares.take()
     gc.freeze()  # a collection in the worker would write to the pages that it shares
 
 
@@ -124,7 +123,7 @@ def post_fork(server: Any, worker: Any) -> None:
 
 def child_exit(server: Any, worker: Any) -> None:
     """Give a dead worker's counts back at once instead of when its lease ends. Best effort: the lease stays."""
-    worker.share.leave()
+    worker.share.free()
     try:
         from workers.reaper import give_back
 

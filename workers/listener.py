@@ -23,14 +23,14 @@ logger = logging.getLogger("uvicorn.error")
 YIELD_S = 0.001  # for which a worker that holds more leaves a connection to the others
 PAUSE_S = 1.0  # when no more files may be opened
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-FREE = -1
+FREE, STARTING, LEFT = -1, -2, -3  # what stands in a place instead of a count
 
 
 class Shares:
     """How many connections each worker holds, in memory that the master makes before the fork.
 
-    Each place is written by its worker alone, and by the master when that is dead; 4 aligned bytes are written
-    at once, so nobody waits for anybody.
+    Each place is written by its worker alone, and by the master before it is there and when it is dead; 4 aligned
+    bytes are written at once, so nobody waits for anybody.
     """
 
     def __init__(self, places: int) -> None:
@@ -39,13 +39,13 @@ class Shares:
             self._counts[place] = FREE
 
     def __repr__(self) -> str:
-        return f"<Shares {self._counts.tolist()}>"
+        return f"<Shares {[count for count in self._counts if count != FREE]}>"
 
     def take(self) -> Share:
-        """One for a worker that is about to be forked; more than there are places go by themselves."""
+        """One for a worker that is about to be forked; those beyond the places go by themselves."""
         for place, count in enumerate(self._counts):
             if count == FREE:
-                self._counts[place] = 0
+                self._counts[place] = STARTING
                 return Share(self._counts, place)
         return Shares(1).take()
 
@@ -60,6 +60,23 @@ class Share:
     def __repr__(self) -> str:
         return f"<Share {self._counts[self._place]}>"
 
+    @property
+    def serves(self) -> bool:
+        return self._counts[self._place] >= 0
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it takes no more connections."""
+        return self._counts[self._place] == LEFT
+
+    def is_ahead(self) -> bool:
+        """Whether another worker holds fewer."""
+        mine = self._counts[self._place]
+        return any(0 <= count < mine for count in self._counts.tolist())
+
+    def serve(self) -> None:
+        self._counts[self._place] = 0
+
     def begun(self) -> None:
         self._counts[self._place] += 1
 
@@ -68,13 +85,11 @@ class Share:
             self._counts[self._place] -= 1
 
     def leave(self) -> None:
-        """This worker takes no more connections."""
-        self._counts[self._place] = FREE
+        self._counts[self._place] = LEFT
 
-    def is_ahead(self) -> bool:
-        """Whether another worker holds fewer."""
-        mine = self._counts[self._place]
-        return any(FREE < count < mine for count in self._counts.tolist())
+    def free(self) -> None:
+        """Its worker is dead: the place is another's."""
+        self._counts[self._place] = FREE
 
 
 class Listener:
@@ -98,6 +113,7 @@ class Listener:
         self._open = True
         sock.setblocking(False)
         self._loop.add_reader(sock, self._on_waiting)
+        share.serve()
 
     def __repr__(self) -> str:
         return f"<Listener {self._share!r} open={self._open}>"

@@ -432,6 +432,9 @@ class EvenhandWorker(UvicornWorker):  # type: ignore[misc]
         "timeout_graceful_shutdown": None,
     }
 
+    share: Share  # given by gunicorn.conf.py, before the fork
+    told_to_stop = False  # in the master's copy: by the master
+
     def init_signals(self) -> None:
         super().init_signals()
         # The master answers a stuck worker with SIGABRT: say where it is stuck before it dies.

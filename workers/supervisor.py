@@ -166,8 +166,7 @@ class Supervisor:
         self._next_step = None
         if self._stops == 1 and signum != signal.SIGQUIT:
             grace_s = self._settings.grace_s
-            # Twice: a reload under way is finished first, and takes as long as a stop.
-            self._kill_at = time.monotonic() + 2 * (grace_s + MASTER_MARGIN_S) + TICK_S
+            self._kill_at = time.monotonic() + grace_s + MASTER_MARGIN_S + TICK_S
             print(f"\nstopping: running requests have {grace_s:g} s; once more ends them now", flush=True)
             for url in self._engines:  # the registry outlives them; what runs on them goes on
                 self._endpoint.remove_node(url)

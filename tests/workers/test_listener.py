@@ -96,6 +96,11 @@ async def host(shares: Shares, workers: int, *, ssl_context: ssl.SSLContext | No
 def test_a_worker_is_ahead_while_another_holds_fewer() -> None:
     shares = Shares(4)
     first, second = shares.take(), shares.take()
+    first.serve()
+    first.begun()
+    assert not first.is_ahead(), "who has not begun to serve holds up nobody"
+    first.ended()
+    second.serve()
     assert not first.is_ahead() and not second.is_ahead()
     first.begun()
     assert first.is_ahead() and not second.is_ahead()
@@ -103,7 +108,7 @@ def test_a_worker_is_ahead_while_another_holds_fewer() -> None:
     assert not first.is_ahead() and not second.is_ahead()
     first.ended()
     first.ended()  # one too many is none: it must not draw all that comes
-    assert repr(shares) == "<Shares [0, 1, -1, -1]>"
+    assert repr(shares) == "<Shares [0, 1]>"
     first.leave()
     assert not second.is_ahead(), "who takes no more holds up nobody"
 
@@ -111,11 +116,18 @@ def test_a_worker_is_ahead_while_another_holds_fewer() -> None:
 def test_places_are_used_again_and_more_workers_than_places_go_by_themselves() -> None:
     shares = Shares(1)
     first, more = shares.take(), shares.take()
+    first.serve()
+    more.serve()
     more.begun()
     assert not more.is_ahead()
     assert repr(shares) == "<Shares [0]>"
     first.leave()
-    shares.take().begun()
+    assert shares.take() is not None and first.has_left, "as long as its worker drains"
+    first.free()
+    again = shares.take()
+    assert not again.serves and not again.has_left
+    again.serve()
+    again.begun()
     assert repr(shares) == "<Shares [1]>"
 
 
@@ -142,7 +154,7 @@ async def test_who_lost_its_connections_takes_the_next_ones() -> None:
 
 async def test_a_worker_that_takes_nothing_delays_the_others_only_a_little() -> None:
     shares = Shares(8)
-    shares.take()  # stopped, or stuck: it holds none, so the others hold more
+    shares.take().serve()  # stopped, or stuck: it holds none, so the others hold more
     async with host(shares, workers=2) as one:
         await one.connect(1)
         begun_s = time.monotonic()
@@ -191,7 +203,7 @@ async def test_a_client_that_speaks_no_tls_is_not_counted() -> None:
     shares = Shares(2)
     async with host(shares, workers=1, ssl_context=ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)) as one:
         _, writer = await asyncio.open_connection(*one.address)
-        await aeventually(lambda: repr(shares) == "<Shares [1, -1]>")
+        await aeventually(lambda: repr(shares) == "<Shares [1]>")
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        await aeventually(lambda: repr(shares) == "<Shares [0, -1]>")
+        await aeventually(lambda: repr(shares) == "<Shares [0]>")
         writer.close()
