@@ -1,6 +1,6 @@
 """Breakers: what the outcome of a call says of the node, told to all workers.
 
-A node whose connections fail several times in a row gets no traffic for a while, then one request of the whole
+A node that fails several requests in a row gets no traffic for a while, then one request of the whole
 deployment as a trial. Owns what counts as a failure and who makes the trial; the states are in the registry.
 Telling costs the request nothing: it happens in the background.
 """
@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Coroutine
 from typing import Any
 
+from app.dispatch.retries import AT_ANOTHER
 from app.errors import EngineBroke, EngineTimeout, EngineUnreachable, StoreUnavailable, UpstreamError
 from app.nodes import Breaker, Role
 from app.store.ledger import Select
@@ -23,11 +24,20 @@ AT_ONCE = 64
 """Failures that are being told; more at the same time say nothing new."""
 
 
-def speaks_against(error: UpstreamError) -> bool:
-    """Whether a failure is one of the node's connection, or its silence before the first byte."""
-    if isinstance(error, EngineTimeout):
-        return error.stage in ("connect", "first_byte")
-    return isinstance(error, EngineUnreachable | EngineBroke)
+FAILED = AT_ANOTHER | {500}
+"""Statuses by which a node says that it can't serve. Nothing is so idle as an engine that says so at once: it would
+draw most of the traffic. Source: Envoy's consecutive_5xx, less what says that a request can't be served (501, 505)."""
+
+
+def speaks_against(outcome: UpstreamError | int) -> bool:
+    """Whether a call's error, or the status of an answer, is a failure of the node: of its connection, its silence
+    before the first byte, or its own word for it. What an answer says of the request (4xx, 429) never is.
+    """
+    if isinstance(outcome, int):
+        return outcome in FAILED
+    if isinstance(outcome, EngineTimeout):
+        return outcome.stage in ("connect", "first_byte")
+    return isinstance(outcome, EngineUnreachable | EngineBroke)
 
 
 class Breakers:
@@ -42,15 +52,15 @@ class Breakers:
     def __repr__(self) -> str:
         return f"<Breakers broken={len(self._registry.snapshot.broken)} telling={len(self._telling)}>"
 
-    def failed(self, url: str, error: UpstreamError) -> None:
+    def failed(self, url: str, outcome: UpstreamError | int) -> None:
         node = self._registry.snapshot.nodes.get(url)
-        if node is None or node.breaker == Breaker.OPEN or not speaks_against(error):
+        if node is None or node.breaker == Breaker.OPEN or not speaks_against(outcome):
             return
         if len(self._telling) < AT_ONCE:
             self._tell(self._registry.record_failure(url, self._rules))
 
     def answered(self, url: str) -> None:
-        """The node answered, with whatever status: its connections work."""
+        """The node answered what does not speak against it."""
         if url in self._registry.snapshot.broken and url not in self._closing:
             self._closing.add(url)
             self._tell(self._close(url))

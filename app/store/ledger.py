@@ -79,7 +79,7 @@ class Ticket:
         """Count the request as finished; its latency enters the node's window if it `succeeded`.
 
         Args:
-            answered: the node answered, whatever it said: its connections work.
+            answered: the node answered, and not that it can't serve: its row of failures ends.
         """
         ledger, self._ledger = self._ledger, None
         if ledger is not None:

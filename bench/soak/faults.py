@@ -249,10 +249,8 @@ KINDS = {
     for kind in (
         Kind("engine refuses", "engine", (2, 5), _knobs(refuse=True)),
         Kind("engine resets before the head", "engine", (2, 5), _knobs(cut_after=-1)),
-        # Nothing is so idle as an engine that fails at once: it draws more requests than the retry budget affords,
-        # and an answer, whatever it says, opens no breaker.
-        Kind("engine answers 500", "engine", (2, 5), _knobs(status=500), ("500 scripted",)),
-        Kind("engine answers 503", "engine", (2, 5), _knobs(status=503), ("503 scripted",)),
+        Kind("engine answers 500", "engine", (2, 5), _knobs(status=500)),
+        Kind("engine answers 503", "engine", (2, 5), _knobs(status=503)),
         Kind("engine hangs before the first byte", "engine", (3, 6), _knobs(stall_after=-1)),
         Kind("engine resets mid-stream", "engine", (2, 5), _knobs(cut_after=3), (ERROR_EVENT, *CUT_BODY)),
         Kind("engine ends without [DONE]", "engine", (2, 5), _knobs(eof_after=3), (ERROR_EVENT, *CUT_BODY)),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.dispatch.answer import Answer, EngineRequest
+from app.dispatch.answer import Answer, EngineRequest, Outcome
 from app.dispatch.breakers import AT_ONCE, TRIAL_S, Breakers, speaks_against
 from app.dispatch.caller import Caller
 from app.errors import (
@@ -23,7 +23,7 @@ from app.errors import (
 from app.nodes import Breaker, Node, Role, State
 from app.store.registry import BreakerRules
 from app.upstream.transport import Timeouts
-from tests.dispatch.fakes import MODEL, FakeRegistry, FakeResponse
+from tests.dispatch.fakes import MODEL, FakeLedger, FakeRegistry, FakeResponse
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 RULES = BreakerRules(threshold=5, open_s=10)
@@ -274,12 +274,43 @@ async def test_a_failure_is_told_once_wherever_it_happens(error: UpstreamError) 
     assert registry.told == expected * 3, "an answer that the client reads"
 
 
-@pytest.mark.parametrize("status", [200, 400, 429, 500, 503])
-async def test_any_answer_closes_the_breaker_whatever_it_says(status: int) -> None:
-    registry, breakers = breakers_of(node(A, Breaker.HALF_OPEN))
-    await caller_of(registry, breakers, FakeResponse(status)).send(A, REQUEST)
+@pytest.mark.parametrize("status", [200, 302, 400, 404, 429, 501, 505])
+async def test_any_other_answer_closes_the_breaker_and_counts_against_nobody(status: int) -> None:
+    registry, breakers = breakers_of(node(A, Breaker.HALF_OPEN), node(B))
+    for url in (A, B):
+        await caller_of(registry, breakers, FakeResponse(status)).send(url, REQUEST)
     await turns()
     assert registry.told == [("close", A, 0)]
+
+
+@pytest.mark.parametrize("breaker", [Breaker.CLOSED, Breaker.HALF_OPEN])
+@pytest.mark.parametrize("status", [500, 502, 503, 504])
+async def test_a_node_that_says_that_it_can_not_serve_has_failed_and_closes_nothing(
+    status: int, breaker: Breaker
+) -> None:
+    registry, breakers = breakers_of(node(A, breaker))
+    await caller_of(registry, breakers, FakeResponse(status)).send(A, REQUEST)
+    await caller_of(registry, breakers, FakeResponse(status)).fetch(A, REQUEST, limit_bytes=9)
+    await turns()
+    assert registry.told == [("failure", A, RULES)] * 2
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome", "ends"),
+    [
+        (200, Outcome.OK, True),
+        (400, Outcome.CLIENT_ERROR, True),
+        (429, Outcome.CLIENT_ERROR, True),
+        (501, Outcome.ENGINE_ERROR, True),
+        (500, Outcome.ENGINE_ERROR, False),
+        (503, Outcome.ENGINE_ERROR, False),
+        (200, Outcome.ABORTED, False),
+    ],
+)
+def test_the_release_ends_a_row_only_where_nothing_was_counted(status: int, outcome: Outcome, ends: bool) -> None:
+    ledger = FakeLedger(FakeRegistry(node(A)))
+    Answer(FakeResponse(status), A, (ledger.ticket(A),)).close(outcome)
+    assert ledger.rows_ended[A] == ends
 
 
 async def test_an_answer_that_is_too_long_is_no_failure_of_the_connection() -> None:
