@@ -2,7 +2,7 @@
 
 Owns the hot connection, the worker's lease and the arithmetic between the local counts and Redis.
 It must not know HTTP or engines. Keys: unfinished, unfinished:<worker>, sessions, workers,
-latency:*, latency_mean, explored, last_success, encoder_cursor, encoder_credit (through lua/).
+latency:*, latency_mean, explored, last_success, failures, requests, encoder_cursor, encoder_credit (through lua/).
 
 The rule everything here follows: **a worker never replays, it restates.** The local counts are the
 truth about this worker; after anything unclear (an error, a lost reply, a flush, a lease that ran
@@ -47,7 +47,7 @@ STALE_TRIES = 4
 RENEW_S = 1.0
 """Between two renewals of the lease; the same step repairs a ledger that somebody edited."""
 WINDOW_S = 10
-"""Seconds of which each worker's requests are noted, for the retry budget."""
+"""Seconds of which requests are noted, for the retry budget."""
 REASONS_TOLD = 8
 """Of one outage, in the log; sentinels asked in turn may each have a story of their own."""
 BACKOFF_S = (0.05, 1.0)
@@ -123,8 +123,8 @@ class Ledger:
         self._generation = 0
         self._changes = 0
         self.workers = 1  # of the deployment, when Redis last said so
-        self._requests = 0  # ever, and at the last renewals of the lease
-        self._requests_before: deque[int] = deque([0], maxlen=round(WINDOW_S / RENEW_S))
+        self._requests: deque[tuple[int, int]] = deque()  # second, this worker's in it; those of the window
+        self._not_noted = 0  # of them, in Redis
         self._acquiring = 0
         self._restate_due = False
         self._restated: asyncio.Future[None] | None = None
@@ -158,6 +158,7 @@ class Ledger:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
+        self._note_requests()
         pipeline, self._pipeline = self._pipeline, None
         self._trouble = "closed"
         if pipeline is not None:
@@ -198,7 +199,8 @@ class Ledger:
         def read(pools: Sequence[Pool], reply: list[int]) -> list[str]:
             return [pool.urls[index - 1] for pool, index in zip(pools, reply[2:], strict=True)]
 
-        self._requests += not again
+        if not again:
+            self._count_request()
         return await self._acquire(selects, self._acquire_script, self._acquire_keys, arguments, read, self._choose)
 
     async def acquire_encoders(self, select: Select, items: int) -> list[Ticket]:
@@ -217,7 +219,7 @@ class Ledger:
         def locally(pools: Sequence[Pool]) -> list[str]:
             return self._assign(pools[0], items)
 
-        self._requests += 1
+        self._count_request()
         return await self._acquire((select,), self._encoders_script, self._encoders_keys, arguments, read, locally)
 
     async def _acquire(
@@ -401,11 +403,28 @@ class Ledger:
     @property
     def requests_in_window(self) -> int:
         """This worker's of the last seconds."""
-        return self._requests - self._requests_before[0]
+        now_s = int(time.monotonic())
+        while self._requests and self._requests[0][0] <= now_s - WINDOW_S:
+            self._requests.popleft()
+        return sum(count for _, count in self._requests)
+
+    def _count_request(self) -> None:
+        now_s = int(time.monotonic())
+        if self._requests and self._requests[-1][0] == now_s:
+            self._requests[-1] = now_s, self._requests[-1][1] + 1
+        else:
+            self._requests.append((now_s, 1))
+            while self._requests[0][0] <= now_s - WINDOW_S:
+                self._requests.popleft()
+        self._not_noted += 1
 
     def _note_requests(self) -> None:
-        self.note("SET", self._keys.requests(self.worker), self.requests_in_window, "EX", WINDOW_S + 5)
-        self._requests_before.append(self._requests)
+        # Less than all where Redis was away for longer than the window.
+        count, self._not_noted = min(self._not_noted, self.requests_in_window), 0
+        if count:
+            script = self._scripts["note_requests"]
+            # EVAL: once a second is too seldom to depend on a cache.
+            self.note("EVAL", script.text, *script.evalsha((self._keys.requests,), (count, WINDOW_S))[2:])
         if self._pipeline is not None:
             self._pipeline.submit(("ZCARD", self._keys.workers), self._heard_of_workers)
 
