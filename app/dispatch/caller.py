@@ -91,7 +91,7 @@ class Caller:
             raise
         if speaks_against(response.status):
             self._breakers.failed(url, response.status)
-        elif url in self._registry.snapshot.broken:
+        else:
             self._breakers.answered(url)
         return response
 

@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -54,6 +55,12 @@ BACKOFF_S = (0.05, 1.0)
 """First and longest pause between attempts to reach Redis: counts are exact again 2 s after it is back."""
 
 Select = Callable[[Snapshot], Pool]
+
+
+def _kind(reason: str) -> str:
+    """Redis's own word where it has one (OOM, READONLY): it says the same of each script. Else the reason itself."""
+    found = re.search(r": (?!ERR)([A-Z]+) ", reason)
+    return found[1] if found else reason
 
 
 def _ignore(reply: Reply) -> None:
@@ -122,6 +129,7 @@ class Ledger:
         self._pipeline: Pipeline | None = None
         self._generation = 0
         self._changes = 0
+        self._shunned: dict[str, float] = {}  # url -> until when local decisions pass it over, monotonic
         self.workers = 1  # of the deployment, when Redis last said so
         self._requests: deque[tuple[int, int]] = deque()  # second, this worker's in it; those of the window
         self._not_noted = 0  # of them, in Redis
@@ -129,7 +137,7 @@ class Ledger:
         self._restate_due = False
         self._restated: asyncio.Future[None] | None = None
         self._trouble: str | None = "not connected to Redis yet"
-        self._told: set[str] = set()  # reasons why it could not join, since it last did
+        self._told: set[str] = set()  # kinds of reasons why it is local or could not join, since it last did
         self._lost = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         counting = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.version)
@@ -255,13 +263,24 @@ class Ledger:
                     break
             elif code is None:
                 break
-        urls = locally(self._select(selects))
+        urls = locally([self._without_shunned(pool) for pool in self._select(selects)])
         for url in urls:
             self._add(url)
         # Redis may have come back since this was decided to be local: then it must hear of it.
         if self._pipeline is not None:
             self._restate_soon()
         return [Ticket(self, url) for url in urls]
+
+    def shun(self, url: str, seconds: float) -> None:
+        """Pass the node over for so long wherever another will do: in local decisions only, until the next join."""
+        self._shunned[url] = time.monotonic() + seconds
+
+    def shuns(self, url: str) -> bool:
+        return self._shunned.get(url, 0.0) > time.monotonic()
+
+    def _without_shunned(self, pool: Pool) -> Pool:
+        shunned = [url for url in pool.urls if self.shuns(url)] if self._shunned else []
+        return self._registry.snapshot.without(pool, shunned) or pool if shunned else pool
 
     def _select(self, selects: Sequence[Select]) -> list[Pool]:
         snapshot = self._registry.snapshot
@@ -503,6 +522,7 @@ class Ledger:
 
     def _went_local(self, reason: str) -> None:
         log.warning("decisions are local now: %s", reason)
+        self._told.add(_kind(reason))
         self._trouble = reason
         self._lost.set()
         self._restate_due = False
@@ -544,6 +564,7 @@ class Ledger:
         # From here to the end of the turn nothing else runs: what changed while the restate was
         # under way is stated again before any acquire can follow it.
         self._pipeline, self._trouble = pipeline, None
+        self._shunned.clear()
         quiet = first and not self._told
         self._told.clear()
         self._lost.clear()
@@ -560,14 +581,17 @@ class Ledger:
         except StoreUnavailable as e:
             self._trouble = e.message
             # Each reason once: a wrong password must be found in the log, not a line a second.
-            if e.message not in self._told and len(self._told) < REASONS_TOLD:
-                self._told.add(e.message)
+            if _kind(e.message) not in self._told and len(self._told) < REASONS_TOLD:
+                self._told.add(_kind(e.message))
                 log.warning("decisions are local, Redis can't be joined: %s", e.message)
 
     async def _keep(self) -> None:
         """Renew the lease each second; join again, with growing pauses, when the connection is gone."""
         pause_s = 0.0
-        while True:
+        task = asyncio.current_task()
+        assert task is not None
+        # Not `while True`: what the registry's client swallows of a cancellation (see `Registry._listen`).
+        while not task.cancelling():
             if self._pipeline is None:
                 await asyncio.sleep(pause_s)
                 pause_s = min(max(2 * pause_s, BACKOFF_S[0]), BACKOFF_S[1])

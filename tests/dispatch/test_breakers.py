@@ -78,7 +78,24 @@ def node(url: str, breaker: Breaker = Breaker.CLOSED, **more: Any) -> Node:
 
 def breakers_of(*nodes: Node) -> tuple[Registry, Breakers]:
     registry = Registry(*nodes)
-    return registry, Breakers(registry=registry, rules=RULES)  # type: ignore[arg-type]
+    return registry, Breakers(registry=registry, ledger=Ledger(), rules=RULES)  # type: ignore[arg-type]
+
+
+class Ledger:
+    """Shared, or not (`trouble`); whom it was told to pass over, and for how long."""
+
+    def __init__(self, trouble: str | None = None) -> None:
+        self.trouble = trouble
+        self.on_told_again: list[Any] = []
+        self.shunned: list[tuple[str, float]] = []
+        self.open = False
+
+    def shun(self, url: str, seconds: float) -> None:
+        self.shunned.append((url, seconds))
+        self.open = True
+
+    def shuns(self, url: str) -> bool:
+        return self.open
 
 
 async def turns(count: int = 5) -> None:
@@ -141,6 +158,42 @@ async def test_while_redis_is_away_nothing_fails() -> None:
     breakers.answered(B)
     await turns()
     assert registry.told[-1] == ("close", B, 0), "a close that failed can be told again"
+
+
+def alone(*nodes: Node) -> tuple[Ledger, Registry, Breakers]:
+    """A worker whose Redis is away."""
+    ledger, registry = Ledger("away"), Registry(*nodes)
+    return ledger, registry, Breakers(registry=registry, ledger=ledger, rules=RULES)  # type: ignore[arg-type]
+
+
+async def test_while_redis_is_away_each_worker_opens_it_for_itself_by_the_same_rules() -> None:
+    ledger, registry, breakers = alone(node(A), node(B, Breaker.HALF_OPEN))
+    for _ in range(4):
+        breakers.failed(A, 503)
+    assert ledger.shunned == []
+    breakers.failed(A, EngineBroke("x"))
+    assert ledger.shunned == [(A, 10)]
+    for _ in range(9):
+        breakers.failed(A, 503)  # were under way
+    for _ in range(4):  # its time is over, and the next one fails: the trial
+        ledger.open = False
+        breakers.failed(A, 503)
+    assert ledger.shunned == [(A, 10), (A, 20), (A, 40), (A, 60), (A, 60)]
+    assert await selected(registry, breakers) == (A,)
+    assert registry.told == [], "nobody is waited for"
+
+
+async def test_an_answer_or_redis_itself_ends_the_row_that_a_worker_counts_for_itself() -> None:
+    ledger, _, breakers = alone(node(A))
+    for end in (lambda: breakers.answered(A), lambda: [tell() for tell in ledger.on_told_again]):
+        for _ in range(4):
+            breakers.failed(A, 500)
+        end()
+    breakers.failed(A, 500)
+    assert ledger.shunned == []
+    breakers.failed(A, 404)
+    breakers.failed(B, 500)
+    assert ledger.shunned == []
 
 
 # --- successes --------------------------------------------------------------------------------------
