@@ -336,6 +336,7 @@ async def test_local_decisions_pass_a_shunned_node_over_until_its_time_or_the_ou
         await asyncio.to_thread(own_redis.server.start)
         await aeventually(lambda: exact(own_redis, [worker]))
         assert [ticket.url for ticket in await worker.take(2)] == [A, A], "Redis knows of no breaker"
+        assert not worker.ledger.shuns(A), "the next outage begins anew"
 
 
 async def test_local_decisions_know_the_latencies_of_this_worker(
