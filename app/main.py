@@ -90,7 +90,9 @@ def create_app(settings: Settings) -> HttpFace:
     )
     transport = Http1Transport()
     breakers = Breakers(
-        registry=registry, rules=BreakerRules(threshold=settings.breaker_failures, open_s=settings.breaker_open_s)
+        registry=registry,
+        ledger=ledger,
+        rules=BreakerRules(threshold=settings.breaker_failures, open_s=settings.breaker_open_s),
     )
     budget = RetryBudget(registry=registry, ledger=ledger, keys=keys)
     engines = EngineClient(probe_timeout_s=settings.probe_timeout_s)

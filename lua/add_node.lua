@@ -5,7 +5,7 @@
 -- KEYS[2]  node:<url>         HASH   what is known of the node
 -- KEYS[3]  version            STRING registry version
 -- KEYS[4]  engine_keys        HASH   url -> the key sent to that engine
--- KEYS[5]  failures           HASH   url -> failures of its connections in a row
+-- KEYS[5]  failures           HASH   url -> failures in a row
 -- ARGV[1]  url                node
 -- ARGV[2]  key                of the engine; '' leaves what is there (engines register without one)
 -- ARGV[3+] field, value       what the registration says

@@ -1,4 +1,4 @@
--- record_failure: count a failure of a node's connection; after enough of them in a row its breaker opens.
+-- record_failure: count a failure of a node; after enough of them in a row its breaker opens.
 --
 -- KEYS[1]  node:<url>         HASH   what is known of the node
 -- KEYS[2]  version            STRING registry version

@@ -9,13 +9,13 @@
 -- KEYS[7]  latency_mean       HASH   url -> mean of the latency window, seconds
 -- KEYS[8]  explored           HASH   url -> explorations since its last success
 -- KEYS[9]  last_success       HASH   url -> when an answer last ended well, ms, Redis's clock
--- KEYS[10] failures           HASH   url -> failures of its connections in a row
+-- KEYS[10] failures           HASH   url -> failures in a row
 -- ARGV[1]  worker             id
 -- ARGV[2]  generation         of the connection this call came over
 -- ARGV[3]  url                node
 -- ARGV[4]  latency            seconds, '' where the answer did not end well
 -- ARGV[5]  window             how many latencies are kept
--- ARGV[6]  answered           '1': the node answered, whatever it said, so its connections work
+-- ARGV[6]  answered           '1': the node answered, and not that it can't serve
 -- RETURN   {code, version}    code: 0 released, 1 not a member (restate), 3 none was counted
 -- COST     O(window)          CALLER app/store/ledger.py
 local unfinished, ledger, sessions, version_key, nodes = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]

@@ -11,7 +11,7 @@
 -- KEYS[8]  last_success       HASH   url -> when an answer last ended well, ms
 -- KEYS[9]  unfinished         HASH   url -> total over all workers
 -- KEYS[10] stages:<url>       HASH   stage times of split requests
--- KEYS[11] failures           HASH   url -> failures of its connections in a row
+-- KEYS[11] failures           HASH   url -> failures in a row
 -- ARGV[1]  url                node
 -- ARGV[2]  when               'now'; 'drained': only a draining node with nothing running, or past
 --                             its deadline; else an incarnation: only if it is still that one

@@ -26,6 +26,12 @@ if newest > tonumber(generation) then
     return { 4, version, newest }
 end
 
+-- The first write is one that a full Redis refuses, as it would each acquire: behind a DEL, which it takes, it takes
+-- all (a script that has written is let run to its end), and the worker would join what it can't use.
+local now = redis.call('TIME')
+local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
+redis.call('ZADD', workers, string.format('%.0f', now_ms + lease_ms), worker)
+
 local stated = {}
 for i = 4, #ARGV, 2 do
     stated[ARGV[i]] = tonumber(ARGV[i + 1])
@@ -52,8 +58,5 @@ for url, difference in pairs(correct_by) do
     end
 end
 
-local now = redis.call('TIME')
-local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
-redis.call('ZADD', workers, string.format('%.0f', now_ms + lease_ms), worker)
 redis.call('HSET', sessions, worker, generation)
 return { 0, version, registered == generation and 1 or 0 }

@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from app.dispatch.breakers import speaks_against
 from app.errors import Headers, UpstreamError
 from app.store.ledger import Ticket
 from app.upstream.transport import Response
+
+Broke = Callable[[str, UpstreamError], None]
+"""Is told of the node whose answer ended before its end."""
 
 
 class Outcome(StrEnum):
@@ -87,7 +91,7 @@ class Answer:
         response: Response,
         url: str,
         tickets: Sequence[Ticket],
-        broke: Callable[[str, UpstreamError], None] | None = None,
+        broke: Broke | None = None,
     ) -> None:
         self.url = url
         self._broke = broke
@@ -113,7 +117,8 @@ class Answer:
 
     def close(self, outcome: Outcome) -> None:
         """End the engine's side (aborting it where it is not at its end) and release. Once, at once."""
-        answered = outcome is not Outcome.ABORTED and not self._broken
+        # What speaks against the node was counted when the head came: the release must not take it back.
+        answered = outcome is not Outcome.ABORTED and not self._broken and not speaks_against(self.status)
         try:
             self._response.close()
         finally:

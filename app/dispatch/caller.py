@@ -7,7 +7,7 @@ from dataclasses import replace
 from enum import Enum
 
 from app.dispatch.answer import EngineRequest, Whole
-from app.dispatch.breakers import Breakers
+from app.dispatch.breakers import Breakers, speaks_against
 from app.errors import EngineProtocolError, EngineRefused, Headers, UpstreamError
 from app.store.registry import Registry
 from app.upstream.transport import Response, Target, Timeouts, Transport
@@ -89,7 +89,9 @@ class Caller:
                 self._registry.refused(url)
             self._breakers.failed(url, e)
             raise
-        if url in self._registry.snapshot.broken:
+        if speaks_against(response.status):
+            self._breakers.failed(url, response.status)
+        else:
             self._breakers.answered(url)
         return response
 

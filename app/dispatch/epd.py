@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
 from app.dispatch.answer import Answer, EngineRequest, Outcome, Server, Taker, Whole
+from app.dispatch.breakers import speaks_against
 from app.dispatch.caller import AnswerTooLong, Caller
 from app.dispatch.consumers import Consumer, Consumers
 from app.dispatch.media import (
@@ -271,7 +272,7 @@ class Epd:
         tickets: Sequence[Ticket],
         consumer_zmq: str | None,
     ) -> dict[Key, Report]:
-        succeeded, begun_s = False, time.monotonic()
+        succeeded, answered, begun_s = False, False, time.monotonic()
         try:
             answer = await self._caller.fetch(
                 group.url,
@@ -284,6 +285,7 @@ class Epd:
                 ),
                 limit_bytes=REPORT_LIMIT_BYTES,
             )
+            answered = not speaks_against(answer.status)
             if 400 <= answer.status < 500:
                 raise _Refused(answer)
             if answer.status != 200:
@@ -302,7 +304,7 @@ class Epd:
         finally:
             # One call is one latency, however many items it had.
             for position, ticket in enumerate(tickets):
-                ticket.release(succeeded=succeeded and position == 0)
+                ticket.release(succeeded=succeeded and position == 0, answered=answered)
 
 
 def encoders_for(model: str) -> Select:

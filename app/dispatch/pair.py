@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from app.dispatch.answer import Answer
+from app.dispatch.breakers import speaks_against
 from app.dispatch.hybrid import untried
 from app.dispatch.retries import Retries
 from app.errors import Headers, ModelNotFound, NoNodeAvailable
@@ -72,10 +74,11 @@ class Pair:
         self._left = True
         return self.prefill
 
-    def give_back(self) -> None:
-        if not self._left:
-            self.prefill.release(succeeded=False)
-        self.decode.release(succeeded=False)
+    def give_back(self, answer: Answer | None = None) -> None:
+        """`answer`: what the node of one leg said; where that does not speak against it, its row of failures ends."""
+        for ticket in (self.decode,) if self._left else (self.prefill, self.decode):
+            answered = answer is not None and answer.url == ticket.url and not speaks_against(answer.status)
+            ticket.release(succeeded=False, answered=answered)
 
     async def _another(self, role: Role, failed: Ticket) -> Ticket | None:
         self._tried.add(failed.url)

@@ -1,7 +1,8 @@
 """The retry budget: how many requests of the whole deployment an engine may get a second time.
 
-Owns HASH retries and STRING requests:<worker> (through lua/take_retry.lua). Without it, engines that fail
-under load get more of it from every retry. While Redis is away each worker keeps to its own share.
+Owns HASH retries and reads HASH requests, which workers that left by now have noted too (lua/take_retry.lua).
+Without it, engines that fail under load get more of it from every retry. While Redis is away each worker keeps to
+its own share.
 """
 
 from __future__ import annotations
@@ -51,8 +52,7 @@ class RetryBudget:
         if self._ledger.trouble is not None:
             return None
         try:
-            workers = await self._registry.redis.zrange(self._keys.workers, 0, -1)
-            names = [self._keys.retries, *(self._keys.requests(str(worker)) for worker in workers)]
+            names = (self._keys.retries, self._keys.requests)
             (code,) = await self._registry.run("take_retry", names, [WINDOW_S, str(RATIO), FLOOR])
         except (RedisError, OSError, TimeoutError):
             return None

@@ -33,6 +33,7 @@ class Keys:
         self.handovers = p + "handovers"
         self.failures = p + "failures"
         self.retries = p + "retries"
+        self.requests = p + "requests"
 
     def node(self, url: str) -> str:
         return f"{self.prefix}node:{url}"
@@ -43,10 +44,6 @@ class Keys:
 
     def latency(self, url: str) -> str:
         return f"{self.prefix}latency:{url}"
-
-    def requests(self, worker: str) -> str:
-        """The worker's requests of the last seconds."""
-        return f"{self.prefix}requests:{worker}"
 
     def stages(self, url: str) -> str:
         """Time that the stages of split requests took at the node."""
@@ -80,6 +77,7 @@ def shapes(keys: Keys) -> dict[str, Shape]:
         keys.handovers: Shape("hash", "count"),
         keys.failures: Shape("hash", "count"),
         keys.retries: Shape("hash", "count"),
+        keys.requests: Shape("hash", "count"),
     }
 
 
@@ -91,7 +89,6 @@ def shapes_of(keys: Keys, urls: Iterable[str], workers: Iterable[str]) -> dict[s
         | {keys.latency(url): Shape("list", "seconds") for url in urls}
         | {keys.stages(url): Shape("hash", "number") for url in urls}
         | {keys.ledger(worker): Shape("hash", "count") for worker in workers}
-        | {keys.requests(worker): Shape("string", "count") for worker in workers}
     )
 
 

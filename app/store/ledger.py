@@ -2,7 +2,7 @@
 
 Owns the hot connection, the worker's lease and the arithmetic between the local counts and Redis.
 It must not know HTTP or engines. Keys: unfinished, unfinished:<worker>, sessions, workers,
-latency:*, latency_mean, explored, last_success, encoder_cursor, encoder_credit (through lua/).
+latency:*, latency_mean, explored, last_success, failures, requests, encoder_cursor, encoder_credit (through lua/).
 
 The rule everything here follows: **a worker never replays, it restates.** The local counts are the
 truth about this worker; after anything unclear (an error, a lost reply, a flush, a lease that ran
@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -47,13 +48,19 @@ STALE_TRIES = 4
 RENEW_S = 1.0
 """Between two renewals of the lease; the same step repairs a ledger that somebody edited."""
 WINDOW_S = 10
-"""Seconds of which each worker's requests are noted, for the retry budget."""
+"""Seconds of which requests are noted, for the retry budget."""
 REASONS_TOLD = 8
 """Of one outage, in the log; sentinels asked in turn may each have a story of their own."""
 BACKOFF_S = (0.05, 1.0)
 """First and longest pause between attempts to reach Redis: counts are exact again 2 s after it is back."""
 
 Select = Callable[[Snapshot], Pool]
+
+
+def _kind(reason: str) -> str:
+    """Redis's own word where it has one (OOM, READONLY): it says the same of each script. Else the reason itself."""
+    found = re.search(r": (?!ERR)([A-Z]+) ", reason)
+    return found[1] if found else reason
 
 
 def _ignore(reply: Reply) -> None:
@@ -79,7 +86,7 @@ class Ticket:
         """Count the request as finished; its latency enters the node's window if it `succeeded`.
 
         Args:
-            answered: the node answered, whatever it said: its connections work.
+            answered: the node answered, and not that it can't serve: its row of failures ends.
         """
         ledger, self._ledger = self._ledger, None
         if ledger is not None:
@@ -122,14 +129,15 @@ class Ledger:
         self._pipeline: Pipeline | None = None
         self._generation = 0
         self._changes = 0
+        self._shunned: dict[str, float] = {}  # url -> until when local decisions pass it over, monotonic
         self.workers = 1  # of the deployment, when Redis last said so
-        self._requests = 0  # ever, and at the last renewals of the lease
-        self._requests_before: deque[int] = deque([0], maxlen=round(WINDOW_S / RENEW_S))
+        self._requests: deque[tuple[int, int]] = deque()  # second, this worker's in it; those of the window
+        self._not_noted = 0  # of them, in Redis
         self._acquiring = 0
         self._restate_due = False
         self._restated: asyncio.Future[None] | None = None
         self._trouble: str | None = "not connected to Redis yet"
-        self._told: set[str] = set()  # reasons why it could not join, since it last did
+        self._told: set[str] = set()  # kinds of reasons why it is local or could not join, since it last did
         self._lost = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         counting = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.version)
@@ -158,6 +166,7 @@ class Ledger:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
+        self._note_requests()
         pipeline, self._pipeline = self._pipeline, None
         self._trouble = "closed"
         if pipeline is not None:
@@ -198,7 +207,8 @@ class Ledger:
         def read(pools: Sequence[Pool], reply: list[int]) -> list[str]:
             return [pool.urls[index - 1] for pool, index in zip(pools, reply[2:], strict=True)]
 
-        self._requests += not again
+        if not again:
+            self._count_request()
         return await self._acquire(selects, self._acquire_script, self._acquire_keys, arguments, read, self._choose)
 
     async def acquire_encoders(self, select: Select, items: int) -> list[Ticket]:
@@ -217,7 +227,7 @@ class Ledger:
         def locally(pools: Sequence[Pool]) -> list[str]:
             return self._assign(pools[0], items)
 
-        self._requests += 1
+        self._count_request()
         return await self._acquire((select,), self._encoders_script, self._encoders_keys, arguments, read, locally)
 
     async def _acquire(
@@ -253,13 +263,24 @@ class Ledger:
                     break
             elif code is None:
                 break
-        urls = locally(self._select(selects))
+        urls = locally([self._without_shunned(pool) for pool in self._select(selects)])
         for url in urls:
             self._add(url)
         # Redis may have come back since this was decided to be local: then it must hear of it.
         if self._pipeline is not None:
             self._restate_soon()
         return [Ticket(self, url) for url in urls]
+
+    def shun(self, url: str, seconds: float) -> None:
+        """Pass the node over for so long wherever another will do: in local decisions only, until the next join."""
+        self._shunned[url] = time.monotonic() + seconds
+
+    def shuns(self, url: str) -> bool:
+        return self._shunned.get(url, 0.0) > time.monotonic()
+
+    def _without_shunned(self, pool: Pool) -> Pool:
+        shunned = [url for url in pool.urls if self.shuns(url)] if self._shunned else []
+        return self._registry.snapshot.without(pool, shunned) or pool if shunned else pool
 
     def _select(self, selects: Sequence[Select]) -> list[Pool]:
         snapshot = self._registry.snapshot
@@ -401,11 +422,28 @@ class Ledger:
     @property
     def requests_in_window(self) -> int:
         """This worker's of the last seconds."""
-        return self._requests - self._requests_before[0]
+        now_s = int(time.monotonic())
+        while self._requests and self._requests[0][0] <= now_s - WINDOW_S:
+            self._requests.popleft()
+        return sum(count for _, count in self._requests)
+
+    def _count_request(self) -> None:
+        now_s = int(time.monotonic())
+        if self._requests and self._requests[-1][0] == now_s:
+            self._requests[-1] = now_s, self._requests[-1][1] + 1
+        else:
+            self._requests.append((now_s, 1))
+            while self._requests[0][0] <= now_s - WINDOW_S:
+                self._requests.popleft()
+        self._not_noted += 1
 
     def _note_requests(self) -> None:
-        self.note("SET", self._keys.requests(self.worker), self.requests_in_window, "EX", WINDOW_S + 5)
-        self._requests_before.append(self._requests)
+        # Less than all where Redis was away for longer than the window.
+        count, self._not_noted = min(self._not_noted, self.requests_in_window), 0
+        if count:
+            script = self._scripts["note_requests"]
+            # EVAL: once a second is too seldom to depend on a cache.
+            self.note("EVAL", script.text, *script.evalsha((self._keys.requests,), (count, WINDOW_S))[2:])
         if self._pipeline is not None:
             self._pipeline.submit(("ZCARD", self._keys.workers), self._heard_of_workers)
 
@@ -484,6 +522,7 @@ class Ledger:
 
     def _went_local(self, reason: str) -> None:
         log.warning("decisions are local now: %s", reason)
+        self._told.add(_kind(reason))
         self._trouble = reason
         self._lost.set()
         self._restate_due = False
@@ -525,6 +564,7 @@ class Ledger:
         # From here to the end of the turn nothing else runs: what changed while the restate was
         # under way is stated again before any acquire can follow it.
         self._pipeline, self._trouble = pipeline, None
+        self._shunned.clear()
         quiet = first and not self._told
         self._told.clear()
         self._lost.clear()
@@ -541,14 +581,17 @@ class Ledger:
         except StoreUnavailable as e:
             self._trouble = e.message
             # Each reason once: a wrong password must be found in the log, not a line a second.
-            if e.message not in self._told and len(self._told) < REASONS_TOLD:
-                self._told.add(e.message)
+            if _kind(e.message) not in self._told and len(self._told) < REASONS_TOLD:
+                self._told.add(_kind(e.message))
                 log.warning("decisions are local, Redis can't be joined: %s", e.message)
 
     async def _keep(self) -> None:
         """Renew the lease each second; join again, with growing pauses, when the connection is gone."""
         pause_s = 0.0
-        while True:
+        task = asyncio.current_task()
+        assert task is not None
+        # Not `while True`: what the registry's client swallows of a cancellation (see `Registry._listen`).
+        while not task.cancelling():
             if self._pipeline is None:
                 await asyncio.sleep(pause_s)
                 pause_s = min(max(2 * pause_s, BACKOFF_S[0]), BACKOFF_S[1])

@@ -337,10 +337,10 @@ class Registry:
         return code in (Code.DONE, Code.UNCHANGED)
 
     async def record_failure(self, url: str, rules: BreakerRules) -> None:
-        """A connection to the node failed. Raises StoreUnavailable."""
+        """The node failed a request. Raises StoreUnavailable."""
         arguments: list[Argument] = [url, rules.threshold, round(rules.open_s * 1000), round(rules.longest_s * 1000)]
         if await self._breaker("record_failure", url, arguments):
-            log.warning("node %s: its breaker is open: too many of its connections failed in a row", url)
+            log.warning("node %s: its breaker is open: too many requests failed there in a row", url)
 
     async def move_breaker(self, url: str, move: str, number: int = 0) -> bool:
         """As move_breaker.lua; whether it was moved. Raises StoreUnavailable."""

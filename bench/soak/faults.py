@@ -249,10 +249,8 @@ KINDS = {
     for kind in (
         Kind("engine refuses", "engine", (2, 5), _knobs(refuse=True)),
         Kind("engine resets before the head", "engine", (2, 5), _knobs(cut_after=-1)),
-        # Nothing is so idle as an engine that fails at once: it draws more requests than the retry budget affords,
-        # and an answer, whatever it says, opens no breaker.
-        Kind("engine answers 500", "engine", (2, 5), _knobs(status=500), ("500 scripted",)),
-        Kind("engine answers 503", "engine", (2, 5), _knobs(status=503), ("503 scripted",)),
+        Kind("engine answers 500", "engine", (2, 5), _knobs(status=500)),
+        Kind("engine answers 503", "engine", (2, 5), _knobs(status=503)),
         Kind("engine hangs before the first byte", "engine", (3, 6), _knobs(stall_after=-1)),
         Kind("engine resets mid-stream", "engine", (2, 5), _knobs(cut_after=3), (ERROR_EVENT, *CUT_BODY)),
         Kind("engine ends without [DONE]", "engine", (2, 5), _knobs(eof_after=3), (ERROR_EVENT, *CUT_BODY)),
@@ -324,13 +322,12 @@ PAIRS = (
         _lane("worker") - {"worker SIGSTOP beyond its lease"}, _REDIS_AWAY, ("503 no_node_available",),
         first_lasts_s=12.0,  # it takes some seconds to start, and Redis is away for up to 6
     ),
-    # What was sent again within 10 s counts, but only the requests of workers that are there still; and while Redis
-    # is away no breaker opens, so that an engine that fails at once uses up the budget by itself.
+    # While Redis is away each worker has to learn by itself of an engine that fails at once, and pays for it from
+    # its share of the floor.
     Pair(
         "the retry budget is used up",
-        frozenset({"engine resets before the head"}),
-        _lane("worker") | _REDIS_AWAY | {"engine answers 500", "engine answers 503"},
-        ("502 engine_broke_off",), second_lasts_s=10.0,
+        frozenset({"engine resets before the head", "engine answers 500", "engine answers 503"}), _REDIS_AWAY,
+        ("502 engine_broke_off", "500 scripted", "503 scripted"), second_lasts_s=10.0,
     ),
 )  # fmt: skip
 

@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {  # shorter than the defaults, so that many faults f
 ADMIN_WITHIN_S = 20.0
 RECOVER_WITHIN_S = 30.0
 QUIET_WITHIN_S = LEASE_S + 3.0
-PER_WORKER = ("unfinished:", "requests:")
+PER_WORKER = ("unfinished:",)
 PER_NODE = ("node:", "latency:", "stages:")
 
 

@@ -55,13 +55,17 @@ def nodes_of(
 
 
 class FakeLedger:
-    """Counts in memory, by the policies' own pure functions; real tickets. `latencies` counts good releases."""
+    """Counts in memory, by the policies' own pure functions; real tickets.
+
+    `latencies` counts good releases, `rows_ended` those that end a row of failures.
+    """
 
     def __init__(self, registry: FakeRegistry) -> None:
         self._registry = registry
         self.counts: Counter[str] = Counter()
         self.taken: Counter[str] = Counter()
         self.latencies: Counter[str] = Counter()
+        self.rows_ended: Counter[str] = Counter()
         self.cursor = 0
         self.steps: list[int] = []
         self.waits: Callable[[], Awaitable[None]] | None = None
@@ -69,13 +73,13 @@ class FakeLedger:
     async def acquire(self, select: Select, *, again: bool = False) -> Ticket:
         if self.waits is not None:
             await self.waits()
-        return self._ticket(min(select(self._registry.snapshot).urls, key=lambda url: self.counts[url]))
+        return self.ticket(min(select(self._registry.snapshot).urls, key=lambda url: self.counts[url]))
 
     async def acquire_each(self, *selects: Select, again: bool = False) -> list[Ticket]:
         if self.waits is not None:
             await self.waits()
         pools = [select(self._registry.snapshot) for select in selects]
-        return [self._ticket(min(pool.urls, key=lambda url: self.counts[url])) for pool in pools]
+        return [self.ticket(min(pool.urls, key=lambda url: self.counts[url])) for pool in pools]
 
     async def acquire_encoders(self, select: Select, items: int) -> list[Ticket]:
         if self.waits is not None:
@@ -84,9 +88,9 @@ class FakeLedger:
         self.steps.append(items)
         indices = ENCODER_POLICIES["round_robin"]([Encoder(1.0) for _ in urls], self.cursor, items)
         self.cursor = (self.cursor + items) % len(urls)
-        return [self._ticket(urls[index]) for index in indices]
+        return [self.ticket(urls[index]) for index in indices]
 
-    def _ticket(self, url: str) -> Ticket:
+    def ticket(self, url: str) -> Ticket:
         self.counts[url] += 1
         self.taken[url] += 1
         return Ticket(self, url)  # type: ignore[arg-type]
@@ -95,6 +99,7 @@ class FakeLedger:
         assert self.counts[url] > 0, f"{url} was given back more often than taken"
         self.counts[url] -= 1
         self.latencies[url] += latency_s is not None
+        self.rows_ended[url] += answered
 
     @property
     def unfinished(self) -> dict[str, int]:
@@ -319,7 +324,7 @@ class FakeTaker:
     def _take(self, urls: Sequence[str], only: str | None) -> FakeHeld:
         url = only if only in urls else urls[len(self.takes) % len(urls)]
         self.takes.append(only)
-        return FakeHeld(self, url, self._ledger._ticket(url))
+        return FakeHeld(self, url, self._ledger.ticket(url))
 
     @property
     def bodies(self) -> list[Json]:

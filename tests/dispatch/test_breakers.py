@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.dispatch.answer import Answer, EngineRequest
+from app.dispatch.answer import Answer, EngineRequest, Outcome
 from app.dispatch.breakers import AT_ONCE, TRIAL_S, Breakers, speaks_against
 from app.dispatch.caller import Caller
 from app.errors import (
@@ -23,7 +23,7 @@ from app.errors import (
 from app.nodes import Breaker, Node, Role, State
 from app.store.registry import BreakerRules
 from app.upstream.transport import Timeouts
-from tests.dispatch.fakes import MODEL, FakeRegistry, FakeResponse
+from tests.dispatch.fakes import MODEL, FakeLedger, FakeRegistry, FakeResponse
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 RULES = BreakerRules(threshold=5, open_s=10)
@@ -78,7 +78,24 @@ def node(url: str, breaker: Breaker = Breaker.CLOSED, **more: Any) -> Node:
 
 def breakers_of(*nodes: Node) -> tuple[Registry, Breakers]:
     registry = Registry(*nodes)
-    return registry, Breakers(registry=registry, rules=RULES)  # type: ignore[arg-type]
+    return registry, Breakers(registry=registry, ledger=Ledger(), rules=RULES)  # type: ignore[arg-type]
+
+
+class Ledger:
+    """Shared, or not (`trouble`); whom it was told to pass over, and for how long."""
+
+    def __init__(self, trouble: str | None = None) -> None:
+        self.trouble = trouble
+        self.on_told_again: list[Any] = []
+        self.shunned: list[tuple[str, float]] = []
+        self.open = False
+
+    def shun(self, url: str, seconds: float) -> None:
+        self.shunned.append((url, seconds))
+        self.open = True
+
+    def shuns(self, url: str) -> bool:
+        return self.open
 
 
 async def turns(count: int = 5) -> None:
@@ -141,6 +158,42 @@ async def test_while_redis_is_away_nothing_fails() -> None:
     breakers.answered(B)
     await turns()
     assert registry.told[-1] == ("close", B, 0), "a close that failed can be told again"
+
+
+def alone(*nodes: Node) -> tuple[Ledger, Registry, Breakers]:
+    """A worker whose Redis is away."""
+    ledger, registry = Ledger("away"), Registry(*nodes)
+    return ledger, registry, Breakers(registry=registry, ledger=ledger, rules=RULES)  # type: ignore[arg-type]
+
+
+async def test_while_redis_is_away_each_worker_opens_it_for_itself_by_the_same_rules() -> None:
+    ledger, registry, breakers = alone(node(A), node(B, Breaker.HALF_OPEN))
+    for _ in range(4):
+        breakers.failed(A, 503)
+    assert ledger.shunned == []
+    breakers.failed(A, EngineBroke("x"))
+    assert ledger.shunned == [(A, 10)]
+    for _ in range(9):
+        breakers.failed(A, 503)  # were under way
+    for _ in range(4):  # its time is over, and the next one fails: the trial
+        ledger.open = False
+        breakers.failed(A, 503)
+    assert ledger.shunned == [(A, 10), (A, 20), (A, 40), (A, 60), (A, 60)]
+    assert await selected(registry, breakers) == (A,)
+    assert registry.told == [], "nobody is waited for"
+
+
+async def test_an_answer_or_redis_itself_ends_the_row_that_a_worker_counts_for_itself() -> None:
+    ledger, _, breakers = alone(node(A))
+    for end in (lambda: breakers.answered(A), lambda: [tell() for tell in ledger.on_told_again]):
+        for _ in range(4):
+            breakers.failed(A, 500)
+        end()
+    breakers.failed(A, 500)
+    assert ledger.shunned == []
+    breakers.failed(A, 404)
+    breakers.failed(B, 500)
+    assert ledger.shunned == []
 
 
 # --- successes --------------------------------------------------------------------------------------
@@ -274,12 +327,43 @@ async def test_a_failure_is_told_once_wherever_it_happens(error: UpstreamError) 
     assert registry.told == expected * 3, "an answer that the client reads"
 
 
-@pytest.mark.parametrize("status", [200, 400, 429, 500, 503])
-async def test_any_answer_closes_the_breaker_whatever_it_says(status: int) -> None:
-    registry, breakers = breakers_of(node(A, Breaker.HALF_OPEN))
-    await caller_of(registry, breakers, FakeResponse(status)).send(A, REQUEST)
+@pytest.mark.parametrize("status", [200, 302, 400, 404, 429, 501, 505])
+async def test_any_other_answer_closes_the_breaker_and_counts_against_nobody(status: int) -> None:
+    registry, breakers = breakers_of(node(A, Breaker.HALF_OPEN), node(B))
+    for url in (A, B):
+        await caller_of(registry, breakers, FakeResponse(status)).send(url, REQUEST)
     await turns()
     assert registry.told == [("close", A, 0)]
+
+
+@pytest.mark.parametrize("breaker", [Breaker.CLOSED, Breaker.HALF_OPEN])
+@pytest.mark.parametrize("status", [500, 502, 503, 504])
+async def test_a_node_that_says_that_it_can_not_serve_has_failed_and_closes_nothing(
+    status: int, breaker: Breaker
+) -> None:
+    registry, breakers = breakers_of(node(A, breaker))
+    await caller_of(registry, breakers, FakeResponse(status)).send(A, REQUEST)
+    await caller_of(registry, breakers, FakeResponse(status)).fetch(A, REQUEST, limit_bytes=9)
+    await turns()
+    assert registry.told == [("failure", A, RULES)] * 2
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome", "ends"),
+    [
+        (200, Outcome.OK, True),
+        (400, Outcome.CLIENT_ERROR, True),
+        (429, Outcome.CLIENT_ERROR, True),
+        (501, Outcome.ENGINE_ERROR, True),
+        (500, Outcome.ENGINE_ERROR, False),
+        (503, Outcome.ENGINE_ERROR, False),
+        (200, Outcome.ABORTED, False),
+    ],
+)
+def test_the_release_ends_a_row_only_where_nothing_was_counted(status: int, outcome: Outcome, ends: bool) -> None:
+    ledger = FakeLedger(FakeRegistry(node(A)))
+    Answer(FakeResponse(status), A, (ledger.ticket(A),)).close(outcome)
+    assert ledger.rows_ended[A] == ends
 
 
 async def test_an_answer_that_is_too_long_is_no_failure_of_the_connection() -> None:

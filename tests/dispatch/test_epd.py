@@ -609,6 +609,14 @@ async def test_an_encoders_4xx_is_the_clients_answer_as_it_is(status: int) -> No
     answer.close(Outcome.CLIENT_ERROR)
     assert len(world.caller.calls) == 3 and world.taker.takes == []
     assert world.ledger.unfinished == {} and world.ledger.latencies[E1] == 0
+    assert world.ledger.rows_ended[E1] == 1
+
+
+async def test_an_encoders_own_5xx_ends_no_row_of_its_failures() -> None:
+    world = World()
+    world.caller.behaviour[E0] = lambda call: (503, b"{}")
+    await world.served(image(0))
+    assert (world.ledger.rows_ended[E0], world.ledger.rows_ended[E1]) == (0, 1)
 
 
 @pytest.mark.parametrize(

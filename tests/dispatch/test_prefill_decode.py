@@ -50,6 +50,7 @@ from tests.dispatch.fakes import (
     FakeFigures,
     FakeLedger,
     FakeRegistry,
+    FakeResponse,
     Json,
     hangs,
     nodes_of,
@@ -310,6 +311,34 @@ async def test_a_body_that_nobody_can_read_is_a_400_and_nothing_stays_counted(
     assert world.called == [] and world.ledger.unfinished == {}
 
 
+class BreaksOff(FakeResponse):
+    async def read(self) -> bytes:
+        if chunk := await super().read():
+            return chunk
+        raise EngineBroke("reset")
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("stream", [True, False])
+async def test_decode_that_breaks_off_in_the_middle_has_failed(by: Callable[..., Protocol], stream: bool) -> None:
+    world = World(by=by)
+    kind = b"text/event-stream" if stream else b"application/json"
+
+    async def sent(url: str, request: EngineRequest, leg: Leg) -> Any:
+        return BreaksOff(200, b"data: 1\n\n", [(b"content-type", kind)])
+
+    world.caller.send = sent  # type: ignore[method-assign]
+
+    async def read_on() -> None:
+        answer = await world.ask()
+        while True:
+            await answer.read()
+
+    with pytest.raises(EngineBroke):
+        await read_on()
+    assert world.caller.broken == [(D0, "EngineBroke")]
+
+
 # --- prefill fails ----------------------------------------------------------------------------------
 
 
@@ -327,6 +356,7 @@ async def test_r60_prefills_own_failure_is_the_answer_and_decode_is_not_called_o
     assert world.ledger.unfinished == {}
     answer.close(Outcome.ENGINE_ERROR)
     assert world.ledger.unfinished == {} and world.ledger.latencies[P0] == 0
+    assert dict(+world.ledger.rows_ended) == ({P0: 1} if status < 500 else {}), "a row of failures ends, or goes on"
     if by is Both:
         assert world.protocol.failures == ([P0] if status >= 500 else [])
 
@@ -642,6 +672,7 @@ async def test_r47_decodes_own_failure_is_the_answer(by: Callable[..., Protocol]
     answer.close(Outcome.ENGINE_ERROR)
     await turns()
     assert world.ledger.unfinished == {} and world.ledger.latencies[D0] == 0
+    assert world.ledger.rows_ended[D0] == (status < 500)
     if by is not Both:
         assert world.figures.counts == {"sessions_lost": 1}
 

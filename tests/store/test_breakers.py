@@ -10,7 +10,7 @@ import pytest
 from app.errors import NoNodeAvailable, StoreUnavailable
 from app.nodes import Breaker, Node, Role, State
 from app.store.registry import BreakerRules
-from tests.store.harness import Worker, give_back, workers
+from tests.store.harness import Worker, exact, give_back, workers
 from tests.support.redis import Space
 from tests.support.wait import aeventually
 
@@ -111,6 +111,27 @@ async def test_an_answer_that_did_not_end_well_is_no_success(redis: Space) -> No
         await aeventually(lambda: w1.ledger.counts == {})
         await fail(w1)
         assert field(redis, "breaker") == "open"
+
+
+async def test_a_node_with_the_best_history_that_fails_at_once_gains_nothing_by_it(redis: Space) -> None:
+    async with workers(redis, 2, strategy="min_observed_latency") as made:
+        await made[0].add_ready(A)
+        redis.cli("HSET", redis.key("latency_mean"), A, "0.001")
+        await made[0].add_ready(B)
+        redis.cli("HSET", redis.key("latency_mean"), B, "5.0")
+        await made[1].registry.refresh()
+        asked = []
+        for i in range(40):
+            worker = made[i % 2]
+            (ticket,) = await worker.take()
+            asked.append(ticket.url)
+            if ticket.url == A:
+                await fail(worker)
+            ticket.release(succeeded=ticket.url == B, answered=ticket.url == B)
+        assert asked == [A] * 5 + [B] * 35
+        await aeventually(lambda: exact(redis, made))
+        assert redis.cli("HGET", redis.key("latency_mean"), A) == "0.001"
+        assert redis.cli("LRANGE", redis.key(f"latency:{A}"), 0, -1) == []
 
 
 async def test_while_it_is_open_failures_change_nothing(redis: Space) -> None:

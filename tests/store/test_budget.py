@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,13 +30,13 @@ def taken(space: Space) -> int:
     return sum(int(n) for n in space.cli("HGETALL", space.key("retries")).values())
 
 
-def noted(space: Space, worker: str) -> str | None:
-    found: str | None = space.cli("GET", space.key(f"requests:{worker}"))
-    return found
+def noted(space: Space) -> int:
+    """Requests of the window, all workers together."""
+    return sum(int(n) for n in space.cli("HGETALL", space.key("requests")).values())
 
 
-def note(space: Space, worker: str, requests: int) -> None:
-    space.cli("SET", space.key(f"requests:{worker}"), requests)
+def note(space: Space, requests: int, *, age_s: int = 0) -> None:
+    space.cli("HINCRBY", space.key("requests"), second(space) - age_s, requests)
 
 
 async def take(made: list[Worker], times: int) -> int:
@@ -44,56 +45,50 @@ async def take(made: list[Worker], times: int) -> int:
     return sum(await asyncio.gather(*asked))
 
 
-@pytest.fixture
-def slow_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workers' own notes come once at the beginning, and not within the test."""
-    monkeypatch.setattr(ledger_module, "RENEW_S", 10.0)
-
-
-async def noted_once(space: Space, made: list[Worker]) -> None:
-    await aeventually(lambda: all(noted(space, worker.name) is not None for worker in made))
-
-
 # --- how many ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("slow_notes")
 async def test_without_traffic_twenty_are_affordable_in_the_whole_deployment(redis: Space) -> None:
     async with workers(redis, 3) as made:
-        await noted_once(redis, made)
         assert await take(made, 60) == FLOOR
         assert taken(redis) == FLOOR
         assert not await made[0].budget.take()
 
 
-@pytest.mark.usefixtures("slow_notes")
 async def test_a_fifth_of_the_requests_of_all_workers_comes_on_top(redis: Space) -> None:
     async with workers(redis, 3) as made:
-        await noted_once(redis, made)
-        for worker, requests in zip(made, (100, 50, 25), strict=True):
-            note(redis, worker.name, requests)
+        for requests in (100, 50, 25):
+            note(redis, requests)
         assert await take(made, 120) == FLOOR + 35
-        note(redis, "w1", 104)  # less than one more
+        note(redis, 4)  # less than one more
         assert not await made[1].budget.take()
-        note(redis, "w1", 105)
+        note(redis, 1)
         assert await take(made, 9) == 1
 
 
-@pytest.mark.usefixtures("slow_notes")
-async def test_who_is_no_worker_any_longer_does_not_count(redis: Space) -> None:
-    async with workers(redis, 2) as made:
-        await noted_once(redis, made)
-        note(redis, "w2", 1000)
-        note(redis, "stranger", 1000)
-        assert await take(made[:1], 100) == 100
-        await made[1].ledger.close()
-        assert not await made[0].budget.take()
+async def test_requests_count_for_ten_seconds_by_the_servers_clock(redis: Space) -> None:
+    async with workers(redis, 1) as made:
+        for age_s in (10, 60, -60):
+            note(redis, 5000, age_s=age_s)
+        redis.cli("HSET", redis.key("requests"), "x", 5000)
+        note(redis, 50, age_s=6)
+        assert await take(made, 100) == FLOOR + 10
 
 
-@pytest.mark.usefixtures("slow_notes")
+async def test_requests_of_a_worker_that_left_count_on(redis: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reload replaces all workers; what they sent again within the window counts too."""
+    monkeypatch.setattr(ledger_module, "RENEW_S", 60.0)  # what is noted is noted in leaving
+    async with workers(redis, 1) as made:
+        async with Worker(redis.url, redis.namespace, "old") as old:
+            await old.add_ready(A)
+            give_back(await old.take(100))
+            assert noted(redis) == 0
+        assert noted(redis) == 100
+        assert await take(made, 100) == FLOOR + 20
+
+
 async def test_retries_count_for_ten_seconds_by_the_servers_clock(redis: Space) -> None:
     async with workers(redis, 1) as made:
-        await noted_once(redis, made)
         now = second(redis)
         key = redis.key("retries")
         redis.cli("HSET", key, now - 10, 500, now - 60, 500, now + 60, 500, "nan", 500, "x", 500, now - 6, 15)
@@ -103,10 +98,8 @@ async def test_retries_count_for_ten_seconds_by_the_servers_clock(redis: Space) 
         assert all(0 <= when - now <= 3 for when in left)
 
 
-@pytest.mark.usefixtures("slow_notes")
 async def test_what_was_refused_is_not_counted(redis: Space, caplog: pytest.LogCaptureFixture) -> None:
     async with workers(redis, 1) as made:
-        await noted_once(redis, made)
         assert await take(made, 100) == FLOOR == taken(redis)
         assert "a request is not sent again" in caplog.text
 
@@ -114,21 +107,33 @@ async def test_what_was_refused_is_not_counted(redis: Space, caplog: pytest.LogC
 # --- what workers say of themselves ------------------------------------------------------------------
 
 
-async def test_each_worker_notes_its_requests_and_the_note_expires(
+async def test_each_worker_notes_its_requests_once_and_the_notes_expire(
     redis: Space, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger_module, "RENEW_S", 0.1)
-    monkeypatch.setattr(ledger_module, "WINDOW_S", 1)
+    monkeypatch.setattr(ledger_module, "WINDOW_S", 2)
     async with workers(redis, 2) as (w1, w2):
         await w1.add_ready(A)
         await w2.registry.refresh()
         give_back(await w1.take(30))
         give_back(await w2.take(7))
         assert (w1.ledger.requests_in_window, w2.ledger.requests_in_window) == (30, 7)
-        await aeventually(lambda: (noted(redis, "w1"), noted(redis, "w2")) == ("30", "7"))
-        assert 1 <= redis.cli("TTL", redis.key("requests:w1")) <= 6
-        await aeventually(lambda: (noted(redis, "w1"), noted(redis, "w2")) == ("0", "0"))
+        await aeventually(lambda: noted(redis) == 37)
+        assert 1 <= redis.cli("TTL", redis.key("requests")) <= 2
+        await aeventually(lambda: noted(redis) == 0)
         assert w1.ledger.requests_in_window == 0
+
+
+async def test_a_note_drops_what_is_over(redis: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "RENEW_S", 60.0)
+    async with workers(redis, 1) as (w1,):
+        await w1.add_ready(A)
+        note(redis, 500, age_s=10)
+        note(redis, 500, age_s=-60)
+        note(redis, 50, age_s=6)
+        give_back(await w1.take(7))
+        await w1.ledger.close()
+        assert noted(redis) == 57
 
 
 async def test_a_pair_is_one_request(redis: Space) -> None:
@@ -155,6 +160,25 @@ async def test_while_redis_is_away_each_worker_keeps_to_its_own_share(own_redis:
         assert await take(made[:1], 60) == FLOOR / 2 + 10
         assert await take(made[1:], 60) == FLOOR / 2
         assert time.monotonic() - since_s < 1.0, "nobody waits for what is known to be away"
+
+
+async def test_requests_from_before_the_window_are_none_however_long_redis_is_away(
+    own_redis: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(ledger_module, "time", SimpleNamespace(monotonic=lambda: now_s, time_ns=time.time_ns))
+    async with workers(own_redis, 1) as made:
+        await made[0].add_ready(A)
+        own_redis.server.kill()
+        await aeventually(lambda: not made[0].shared)
+        for _ in range(30):
+            give_back(await made[0].take(10))
+            now_s += 1
+        assert made[0].ledger.requests_in_window == 90
+        await asyncio.to_thread(own_redis.server.start)
+        await aeventually(lambda: made[0].shared)
+        await made[0].ledger.close()
+        assert noted(own_redis) == 90, "and no more is told of them afterwards"
 
 
 async def test_what_was_taken_from_redis_counts_when_it_is_away(own_redis: Space) -> None:
@@ -195,7 +219,7 @@ async def test_nothing_that_redis_answers_fails_a_request(redis: Space, monkeypa
     async with workers(redis, 1) as (w1,):
         redis.client.script_flush()
         assert await w1.budget.take() and taken(redis) == 1
-        for command in (("SET", "retries", "x"), ("SADD", "requests:w1", "x"), ("HSET", "retries", second(redis), "x")):
+        for command in (("SET", "retries", "x"), ("SADD", "requests", "x"), ("HSET", "retries", second(redis), "x")):
             redis.cli("DEL", redis.key(command[1]))
             redis.cli(command[0], redis.key(str(command[1])), *command[2:])
             assert await w1.budget.take(), command

@@ -201,18 +201,45 @@ async def test_r97_demoted_to_a_read_only_replica(own_redis: Space) -> None:
         assert now.load.longest_s < BOUNDED_S
 
 
-async def test_out_of_memory(own_redis: Space, attempts: list[float]) -> None:
+FULL = (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0"), "OOM")
+READ_ONLY = (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE"), "READONLY")
+
+
+@pytest.mark.parametrize(("begin", "end", "word"), [FULL, READ_ONLY], ids=["full", "read-only"])
+@pytest.mark.parametrize("idle", [False, True], ids=["under load", "idle"])
+async def test_a_redis_that_takes_no_writes_is_left_once_until_it_does(
+    own_redis: Space,
+    attempts: list[float],
+    caplog: pytest.LogCaptureFixture,
+    begin: tuple[str, ...],
+    end: tuple[str, ...],
+    word: str,
+    idle: bool,
+) -> None:
     async with AsyncExitStack() as stack:
         now = await scene(stack, own_redis)
-        joined = len(attempts)
-        own_redis.cli("CONFIG", "SET", "maxmemory", "1")
-        for _ in range(5):
-            await now.go_on()
-        assert now.load.longest_s < BOUNDED_S
-        # A connection can be made and is of no use: that must not become one connection a request.
-        assert len(attempts) - joined <= 30
-        own_redis.cli("CONFIG", "SET", "maxmemory", "0")
-        await now.is_exact()
+        if idle:  # with nothing counted anywhere too, a full one must not look well
+            await now.load.stop()
+            give_back(now.held)
+            await aeventually(lambda: exact(own_redis, now.made))
+        caplog.clear()
+        own_redis.cli(*begin)
+        await now.all_local()
+        goal = len(attempts) + 9  # three each
+        while len(attempts) < goal:
+            assert not any(worker.shared for worker in now.made), "local, until a write is taken"
+            if not idle:
+                await now.go_on()
+            await asyncio.sleep(0.01)
+        assert all(word in str(worker.ledger.trouble) for worker in now.made)
+        said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(said) == len(now.made) and all("decisions are local" in line and word in line for line in said), said
+        own_redis.cli(*end)
+        if idle:
+            await aeventually(lambda: exact(own_redis, now.made), within_s=2.0)
+        else:
+            await now.is_exact()
+            assert now.load.longest_s < BOUNDED_S
 
 
 async def test_the_server_takes_no_more_connections(own_redis: Space) -> None:
@@ -287,6 +314,29 @@ async def test_local_decisions_are_the_policys_on_local_counts(own_redis: Space)
         own_redis.server.resume()
         await aeventually(lambda: exact(own_redis, [worker]))
         assert len(tickets) == sum(totals(own_redis).values()) == 120
+
+
+async def test_local_decisions_pass_a_shunned_node_over_until_its_time_or_the_outage_ends(
+    own_redis: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(ledger_module, "time", SimpleNamespace(monotonic=lambda: now_s, time_ns=time.time_ns))
+    async with Worker(own_redis.url, own_redis.namespace, "w1", timeout_s=TIMEOUT_S) as worker:
+        await worker.add_ready(A, models=("m", "only-a"))
+        await worker.add_ready(B)
+        own_redis.server.kill()
+        await aeventually(lambda: not worker.shared)
+        worker.ledger.shun(A, 10.0)
+        urls = [ticket.url for ticket in await worker.take(4)]
+        assert urls == [B] * 4
+        assert [ticket.url for ticket in await worker.take(1, "only-a")] == [A], "better than nobody"
+        now_s = 10.0
+        assert [ticket.url for ticket in await worker.take(1)] == [A], "the one with less: its time is over"
+        worker.ledger.shun(A, 10.0)
+        await asyncio.to_thread(own_redis.server.start)
+        await aeventually(lambda: exact(own_redis, [worker]))
+        assert [ticket.url for ticket in await worker.take(2)] == [A, A], "Redis knows of no breaker"
+        assert not worker.ledger.shuns(A), "the next outage begins anew"
 
 
 async def test_local_decisions_know_the_latencies_of_this_worker(

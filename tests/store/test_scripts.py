@@ -355,7 +355,6 @@ def ticked(cell: str) -> list[str]:
 KEY_ROWS = {ticked(row[0])[0]: row[1:] for row in table("key", "type", "meaning", "look at it")}
 SAME = {
     "unfinished:<w>": "unfinished:<worker>",
-    "requests:<w>": "requests:<worker>",
     "lease": "prober",
     "records": "links",
 }
@@ -367,10 +366,9 @@ def test_the_page_has_every_key_of_the_code_and_no_other() -> None:
     keys = Keys("ns")
     names = {value.removeprefix(keys.prefix) for name, value in vars(keys).items() if name != "prefix"}
     of_node = (keys.node("<url>"), keys.latency("<url>"), keys.stages("<url>"))
-    of_worker = (keys.ledger("<worker>"), keys.requests("<worker>"))
-    names |= {name.removeprefix(keys.prefix) for name in of_node + of_worker}
+    names |= {name.removeprefix(keys.prefix) for name in (*of_node, keys.ledger("<worker>"))}
     methods = {name for name, value in vars(Keys).items() if callable(value) and not name.startswith("_")}
-    assert methods == {"node", "ledger", "latency", "stages", "requests"}, "a new kind of key"
+    assert methods == {"node", "ledger", "latency", "stages"}, "a new kind of key"
     assert set(KEY_ROWS) == names
 
 

@@ -312,7 +312,9 @@ class _Road(asyncio.Protocol):
         self.flush()
 
     def flush(self) -> None:
-        if self._server is not None and not self._proxy.blocked and self._held:
+        if self._server is None or self._server.is_closing():
+            return  # not there yet, or lost while bytes waited for their time
+        if self._held and not self._proxy.blocked:
             self._server.write(b"".join(self._held))
             self._held.clear()
 

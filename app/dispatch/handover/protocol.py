@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.dispatch.answer import Answer, Begun, EngineRequest, Whole
+from app.dispatch.answer import Answer, Begun, Broke, EngineRequest, Whole
 from app.dispatch.bodies import members_of
 from app.dispatch.caller import Caller, Leg, uncompressed
 from app.dispatch.handover.bodies import Members, Prefilled, check_splittable, read_prefilled, value_of
@@ -133,7 +133,7 @@ class Sequential(Protocol):
         while True:
             handed = await self._prefill_somewhere(pair, request, members)
             if isinstance(handed, Answer):
-                pair.give_back()
+                pair.give_back(handed)
                 return handed
             answer = await self._decode_somewhere(pair, request, handed)
             if answer is not None:
@@ -209,7 +209,7 @@ class Sequential(Protocol):
             if again:
                 response.close()
                 return None
-        return await finish(pair, response, lambda: handed.prefilled, url=url)
+        return await finish(pair, response, lambda: handed.prefilled, url=url, broke=self.caller.broke)
 
     async def _decode_again(self, pair: Pair, handed: Handed, status: int) -> bool:
         """Whether a refused hand-over is to be made once more, at the same decode node or another."""
@@ -284,7 +284,7 @@ class Concurrent(Protocol):
             if answer is None:
                 assert isinstance(failure, UpstreamError)
                 raise failure
-            pair.give_back()
+            pair.give_back(answer)
             return answer
 
     async def _race(self, pair: Pair, legs: Legs, members: Members) -> Answer:
@@ -322,7 +322,8 @@ class Concurrent(Protocol):
             if value_of(members, "stream") is not True or value_of(members, "return_logprob"):
                 # What prefill has to say is wanted in the answer, and it is about to say it.
                 await asyncio.wait((prefill,), timeout=DRAIN_S)
-            return await finish(pair, both, lambda: self._said(prefill), url=pair.decode.url)
+            said = lambda: self._said(prefill)  # noqa: E731
+            return await finish(pair, both, said, url=pair.decode.url, broke=self.caller.broke)
         except BaseException:
             both.close()
             raise
@@ -378,14 +379,19 @@ class _Both:
         self._response.close()
 
 
-async def finish(pair: Pair, response: Response, known: Known, *, url: str) -> Answer:
-    """The answer for the client: decode's, of the node at `url`, with prefill's figures where it shows any."""
+async def finish(pair: Pair, response: Response, known: Known, *, url: str, broke: Broke) -> Answer:
+    """The answer for the client: decode's, of the node at `url`, with prefill's figures where it shows any.
+
+    `broke` is told where it breaks off, here or in the client's hands.
+    """
     try:
         response = await merged(response, known, url=url)
-    except BaseException:
+    except BaseException as e:
+        if isinstance(e, UpstreamError):
+            broke(url, e)
         response.close()
         raise
-    answer = Answer(response, url, (pair.decode,))
+    answer = Answer(response, url, (pair.decode,), broke)
     answer.headers = [*answer.headers, *pair.server_timing()]
     return answer
 
