@@ -1,8 +1,9 @@
 """A small ASGI app that keeps the worker class's contract, for tests of the worker class alone.
 
-`/` answers its process id, `/stream?n=&gap_s=` sends n events, `/stuck` ignores the notice and never ends,
-`/body` answers the length of the body, `/wait?s=` answers after so long unless its client leaves, `/left` how many
-left and how long after they had asked. A stream still open shortly before the deadline ends with an error event.
+`/` answers its process id and our version, `/stream?n=&gap_s=` sends n events, `/stuck` ignores the notice and
+never ends, `/body` answers the length of the body, `/wait?s=` answers after so long unless its client leaves, `/left`
+how many left and how long after they had asked. A stream still open shortly before the deadline ends with an error
+event.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import os
 import time
 from typing import Any
 from urllib.parse import parse_qs
+
+from app import __version__
 
 END_EARLY_S = 0.3
 
@@ -48,7 +51,13 @@ class SmallApp:
             await self._answer(send, {"length": length})
         else:
             await self._answer(
-                send, {"pid": os.getpid(), "client": scope["client"][0], "worker": os.environ["EVENHAND_WORKER_ID"]}
+                send,
+                {
+                    "pid": os.getpid(),
+                    "client": scope["client"][0],
+                    "worker": os.environ["EVENHAND_WORKER_ID"],
+                    "version": __version__,
+                },
             )
 
     async def _lifespan(self, receive: Any, send: Any) -> None:

@@ -7,117 +7,15 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.process import Process, children
 from tests.support.wait import eventually
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-class Gunicorn:
-    """gunicorn with our configuration and the small app, on a free port of loopback, without a Redis."""
-
-    def __init__(self, log_file: Path, *arguments: str, workers: int = 1, prefix: tuple[str, ...] = (), **env: str):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("EVENHAND_")}
-        settings = {
-            "EVENHAND_REDIS_URL": "unix:///nonexistent/redis.sock",
-            "EVENHAND_SERVER_NAME": "127.0.0.1",
-            "EVENHAND_SERVER_PORT": str(self.port),
-            "EVENHAND_WORKERS": str(workers),
-            "EVENHAND_LOG_LEVEL": "INFO",
-        }
-        config = str(ROOT / "workers" / "gunicorn.conf.py")
-        self.process = Process(
-            [*prefix, sys.executable, "-m", "gunicorn", "-c", config, *arguments, "tests.workers.small_app:app"],
-            log_file=log_file,
-            env={**clean, **settings, **env},
-            cwd=ROOT,
-        )
-        eventually(lambda: self.log().count("Application startup complete") >= workers, within_s=15)
-
-    def log(self) -> str:
-        return self.process.log()
-
-    def workers(self) -> list[int]:
-        return children(self.process.pid)
-
-    def stop(self, number: int = signal.SIGTERM) -> float:
-        """End it, cleanly; how long that took, seconds."""
-        began = time.monotonic()
-        assert self.process.stop(number) == 0
-        assert "WORKER TIMEOUT" not in self.log() and "SIGKILL" not in self.log()
-        return time.monotonic() - began
-
-
-class Client:
-    """One connection that says exactly what it is told."""
-
-    def __init__(self, port: int) -> None:
-        self.sock = socket.create_connection(("127.0.0.1", port), timeout=10)
-
-    def send(self, path: str, *lines: str, method: str = "GET", body: bytes = b"") -> None:
-        head = [f"{method} {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *lines, "", ""]
-        self.sock.sendall("\r\n".join(head).encode() + body)
-
-    def read_until(self, end: bytes) -> bytes:
-        data = b""
-        while not data.endswith(end):
-            more = self.sock.recv(65536)
-            assert more, f"closed after {data!r}"
-            data += more
-        return data
-
-    def read_to_end(self) -> bytes:
-        data = b""
-        while more := self.sock.recv(65536):
-            data += more
-        return data
-
-    def ask(self, path: str, *lines: str, method: str = "GET", body: bytes = b"") -> tuple[bytes, Any]:
-        """Head and JSON body of a whole answer."""
-        self.send(path, *lines, method=method, body=body)
-        head, _, rest = self.read_until(b"}").partition(b"\r\n\r\n")
-        return head, json.loads(rest)
-
-
-Start = Callable[..., Gunicorn]
-Connect = Callable[[Gunicorn], Client]
-
-
-@pytest.fixture
-def connect() -> Iterator[Connect]:
-    made: list[Client] = []
-
-    def one(gunicorn: Gunicorn) -> Client:
-        made.append(Client(gunicorn.port))
-        return made[-1]
-
-    yield one
-    for client in made:
-        client.sock.close()
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    made: list[Gunicorn] = []
-
-    def one(*arguments: str, **options: Any) -> Gunicorn:
-        made.append(Gunicorn(tmp_path / f"log-{len(made)}", *arguments, **options))
-        return made[-1]
-
-    yield one
-    for gunicorn in made:
-        gunicorn.process.kill()
+from tests.workers.real_gunicorn import Connect, Gunicorn, Start, listening_workers
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +121,7 @@ def test_a_request_on_an_idle_connection_is_answered_while_the_worker_stops(star
     head, _ = client.ask("/")
     assert b"connection: close" not in head
     os.kill(gunicorn.workers()[0], signal.SIGTERM)
-    eventually(lambda: _draining(gunicorn))
+    eventually(lambda: listening_workers(gunicorn) == 0)
     head, _ = client.ask("/")
     assert b"connection: close" in head
     assert client.read_to_end() == b""
@@ -232,19 +130,6 @@ def test_a_request_on_an_idle_connection_is_answered_while_the_worker_stops(star
 def _accepts(port: int) -> bool:
     with socket.socket() as sock:
         return sock.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _draining(gunicorn: Gunicorn) -> bool:
-    """Whether the worker has closed its listener: the number of its sockets in LISTEN state is 0."""
-    listening = {
-        line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"
-    }
-    for pid in gunicorn.workers():
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            target = os.readlink(fd)
-            if target.startswith("socket:") and target[8:-1] in listening:
-                return False
-    return True
 
 
 def test_workers_of_a_killed_master_drain_and_free_the_port(start: Start, connect: Connect) -> None:
