@@ -31,14 +31,16 @@ from app.dispatch.handover.sglang import Sglang
 from app.dispatch.hybrid import Hybrid
 from app.dispatch.prefill_decode import PrefillDecode, SplitRules
 from app.dispatch.topology import Topology
-from app.errors import ConfigurationError, StoreUnavailable
+from app.errors import ConfigurationError, StoreUnavailable, UpstreamError
 from app.http.ports import Dispatcher
 from app.http.routes import HttpFace, build_app
-from app.nodes import Role
+from app.nodes import Node, Role, State
+from app.redis_url import RedisPlace
 from app.settings import Settings
 from app.store.budget import RetryBudget
 from app.store.handovers import Handovers
 from app.store.keys import Keys
+from app.store.last_known import LastKnown
 from app.store.ledger import Ledger
 from app.store.links import LinkTable
 from app.store.locator import Locator
@@ -76,6 +78,7 @@ def create_app(settings: Settings) -> HttpFace:
         scripts=scripts,
         worker=worker,
         timeout_s=settings.redis_timeout_s,
+        last_known=last_known(settings),
     )
     ledger = Ledger(
         locator=locator,
@@ -151,7 +154,7 @@ def create_app(settings: Settings) -> HttpFace:
                 ("prober", prober.run),
                 ("reaper", reaper.run),
                 *((("janitor", janitor.run),) if janitor is not None else ()),
-                ("static nodes", lambda: name_static_nodes(registry, static_nodes(settings))),
+                ("static nodes", lambda: name_static_nodes(registry, engines, static_nodes(settings), engine_key)),
             )
         ]
         try:
@@ -343,8 +346,13 @@ def static_nodes(settings: Settings) -> dict[str, Role]:
     )
 
 
-async def name_static_nodes(registry: Registry, nodes: Mapping[str, Role], *, retry_s: float = 1.0) -> None:
-    """Register what the settings name and is not registered as such yet; keeps trying until Redis took it."""
+async def name_static_nodes(
+    registry: Registry, engines: EngineClient, nodes: Mapping[str, Role], key: str | None, *, retry_s: float = 1.0
+) -> None:
+    """Register what the settings name and is not registered as such yet; keeps trying until Redis took it.
+
+    While Redis has never been reached they are served all the same, once they say which models they have.
+    """
     while True:
         try:
             await registry.refresh()
@@ -365,4 +373,19 @@ async def name_static_nodes(registry: Registry, nodes: Mapping[str, Role], *, re
                     )
             return
         except StoreUnavailable:
+            unknown = [url for url in nodes if url not in registry.snapshot.nodes] if registry.assuming else []
+            await asyncio.gather(*(assume_node(registry, engines, url, nodes[url], key) for url in unknown))
             await asyncio.sleep(retry_s)
+
+
+async def assume_node(registry: Registry, engines: EngineClient, url: str, role: Role, key: str | None) -> None:
+    with contextlib.suppress(UpstreamError):
+        models = await engines.models(url, key)
+        if models:
+            registry.assume(Node(url, role=role, models=models, state=State.READY, asked=True, static=True))
+
+
+def last_known(settings: Settings) -> LastKnown:
+    """Where this host keeps the nodes that it knows."""
+    place = RedisPlace.parse(settings.redis_url or "")
+    return LastKnown.of(settings.state_dir, f"{place!r} {place.redis.database} {settings.namespace}")

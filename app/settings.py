@@ -248,7 +248,8 @@ class Settings(BaseSettings):
     )
     state_dir: FilePath = Field(
         default_factory=_default_state_dir,
-        description="Directory of the embedded Redis: its data, log and socket. "
+        description="Directory of the embedded Redis (its data, log and socket), and of what a worker that starts "
+        "while Redis is away goes by: the nodes that this host last knew. "
         "Default: evenhand under $XDG_STATE_HOME, or ~/.local/state/evenhand.",
     )
     max_requests: Annotated[int, Ge(0)] = Field(

@@ -27,7 +27,7 @@ if sys.path[0] != str(_ROOT):  # the working directory may hold an `app` of its 
 for _module in [name for name in sys.modules if name.partition(".")[0] in ("app", "workers")]:
     del sys.modules[_module]
 
-import app.main  # noqa: F401  once here, for all workers: they start faster and share the memory
+import app.main  # once here, for all workers: they start faster and share the memory
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
 from app.settings import Settings, misspelt_variables
@@ -85,6 +85,7 @@ def on_starting(server: Any) -> None:
         for line in misspelt_variables(os.environ):
             server.log.warning(line)
     if _settings.disable_cache_status:
+        app.main.last_known(_settings).forget()
         try:
             from workers.reaper import forget_registry
 

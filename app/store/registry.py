@@ -24,10 +24,12 @@ from typing import Any, TypeVar
 import msgpack
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from app.errors import BadRequest, StoreUnavailable
-from app.nodes import Breaker, Node, Role, State, parse_models, parse_speed
+from app.errors import StoreUnavailable
+from app.nodes import Node, Role, State
+from app.store.fields import node_from_fields, node_to_fields
 from app.store.healing import heal
 from app.store.keys import Keys, of_node_removed
+from app.store.last_known import LastKnown
 from app.store.locator import Locator
 from app.store.scripts import Argument, Code, Script
 from app.store.snapshot import Snapshot
@@ -64,57 +66,6 @@ class NodeStatus:
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def node_to_fields(node: Node) -> dict[str, str]:
-    """The fields of HASH node:<url>, readable with redis-cli."""
-    return {
-        "role": str(int(node.role)),
-        "role_name": node.role.name,
-        "models": json.dumps(list(node.models), ensure_ascii=False),
-        "speed": "" if node.speed is None else repr(node.speed),
-        "state": node.state.value,
-        "reason": node.reason,
-        "static": "1" if node.static else "0",
-        "asked": "1" if node.asked else "0",
-        "order": str(node.order),
-        "incarnation": str(node.incarnation),
-        "registered_at_ms": str(node.registered_at_ms),
-        "state_since_ms": str(node.state_since_ms),
-        "drain_until_ms": str(node.drain_until_ms),
-        "life": str(node.life),
-        "breaker": node.breaker.value,
-        "breaker_until_ms": str(node.breaker_until_ms),
-        "breaker_opens": str(node.breaker_opens),
-        "bootstrap_port": "" if node.bootstrap_port is None else str(node.bootstrap_port),
-    }
-
-
-def node_from_fields(url: str, fields: Mapping[str, str]) -> Node | None:
-    """The node in HASH node:<url>; None where the hash is missing or damaged."""
-    try:
-        return Node(
-            url=url,
-            role=Role(int(fields["role"])),
-            models=parse_models(json.loads(fields["models"])),
-            speed=parse_speed(float(fields["speed"])) if fields.get("speed") else None,
-            state=State(fields["state"]),
-            static=fields.get("static") == "1",
-            asked=fields.get("asked") == "1",
-            order=int(fields["order"]),
-            incarnation=int(fields["incarnation"]),
-            registered_at_ms=int(fields.get("registered_at_ms", 0)),
-            state_since_ms=int(fields.get("state_since_ms", 0)),
-            drain_until_ms=int(fields.get("drain_until_ms", 0)),
-            reason=fields.get("reason", "").encode().decode(),  # raises where it is no UTF-8
-            life=int(fields.get("life", fields["incarnation"])),
-            bootstrap_port=int(fields["bootstrap_port"]) if fields.get("bootstrap_port") else None,
-            breaker=Breaker(fields.get("breaker", "closed")),
-            breaker_until_ms=int(fields.get("breaker_until_ms", 0)),
-            breaker_opens=int(fields.get("breaker_opens", 0)),
-        )
-    except (KeyError, ValueError, TypeError, RecursionError, BadRequest):
-        return None
-
-
 def seconds(window: Iterable[str]) -> list[float]:
     """The latencies of a window; what somebody else put there is left out."""
     found = []
@@ -145,9 +96,18 @@ class Registry:
     """See the module. `snapshot` is the last known state and never waits."""
 
     def __init__(
-        self, *, locator: Locator, keys: Keys, scripts: dict[str, Script], worker: str, timeout_s: float
+        self,
+        *,
+        locator: Locator,
+        keys: Keys,
+        scripts: dict[str, Script],
+        worker: str,
+        timeout_s: float,
+        last_known: LastKnown | None = None,
     ) -> None:
         self.snapshot = Snapshot()
+        self._last_known = last_known
+        self._assumed: Snapshot | None = None  # what was known before this worker, until Redis is reached
         self.on_change: list[Callable[[], None]] = []
         self._keys = keys
         self._scripts = scripts
@@ -172,9 +132,11 @@ class Registry:
         return f"<Registry {self.snapshot!r}>"
 
     async def start(self) -> None:
-        """Read the registry if Redis answers, and listen for changes from now on."""
-        with contextlib.suppress(StoreUnavailable):
+        """Read the registry if Redis answers, else what the host last knew; listen for changes from now on."""
+        try:
             await self.refresh()
+        except StoreUnavailable as e:
+            self._assume_last_known(e.message)
         self._listener = asyncio.create_task(self._listen(), name="registry-events")
 
     async def close(self) -> None:
@@ -185,6 +147,33 @@ class Registry:
         for client in (self.redis, self._events):
             with contextlib.suppress(RedisError, OSError):
                 await client.aclose()
+        if self._last_known is not None:
+            await self._last_known.close()
+
+    # --- without Redis ----------------------------------------------------------------------------
+
+    def _assume_last_known(self, reason: str) -> None:
+        found = self._last_known.load() if self._last_known is not None else None
+        self._assumed, age_s = found or (Snapshot(), 0.0)
+        self._show(self._assumed)
+        if found is not None:
+            log.warning(
+                "started without Redis: it serves the %d nodes that this host knew %.0f s ago (%s)",
+                len(self.snapshot.nodes),
+                age_s,
+                reason,
+            )
+
+    @property
+    def assuming(self) -> bool:
+        """Whether Redis has not been reached since the start: the snapshot is what was known before, or assumed."""
+        return self._assumed is not None
+
+    def assume(self, node: Node) -> None:
+        """Have a node that a setting names in the snapshot for as long as Redis has not been reached."""
+        if self._assumed is not None:
+            mine = self.snapshot
+            self._show(Snapshot(0, {**mine.nodes, node.url: node}, mine.engine_keys))
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -218,6 +207,12 @@ class Registry:
             elif version == self.snapshot.version == 0 and nodes:
                 # The version was lost while nobody was there who knew it: what is there is all that is known.
                 await self._guard(lambda: self.redis.incr(self._keys.version))
+            elif self._assumed is not None and version == 0 and not damaged:
+                # It is empty, and nobody else has written back what was there: then what the host knew is.
+                assumed, self._assumed = self._assumed, None
+                self._show(assumed)
+                if assumed.nodes:
+                    await self._restore(repair=True)
             elif version == self.snapshot.version and not damaged:
                 return
             elif damaged and version == self.snapshot.version:
@@ -230,7 +225,7 @@ class Registry:
         """Repair what somebody deleted or edited behind the version's back. Raises StoreUnavailable."""
         version, nodes, damaged, engine_keys = await self._read()
         mine = self.snapshot
-        if version != mine.version or (version == 0 and nodes):
+        if version != mine.version or (version == 0 and nodes) or self._assumed is not None:
             await self.refresh()
         elif (damaged or nodes != mine.nodes or engine_keys != mine.engine_keys) and self.snapshot is mine:
             log.warning("the registry was damaged; it is written back as it was")
@@ -241,9 +236,15 @@ class Registry:
     def _adopt(self, snapshot: Snapshot) -> None:
         # A slow read must not undo a newer one.
         if snapshot.version >= self.snapshot.version:
-            self.snapshot = snapshot
-            for tell in self.on_change:
-                tell()
+            self._assumed = None
+            self._show(snapshot)
+            if self._last_known is not None:
+                self._last_known.keep(snapshot)
+
+    def _show(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        for tell in self.on_change:
+            tell()
 
     async def _read(self) -> tuple[int, dict[str, Node], bool, dict[str, str]]:
         """(version, nodes, whether one is damaged, engine keys), all of one version."""

@@ -83,7 +83,7 @@ class Snapshot:
         last resort.
 
         Raises:
-            ModelNotFound: no node has the model, though there are nodes.
+            ModelNotFound: no node has the model, though there are nodes, and Redis has said so.
             NoNodeAvailable: no node at all, or none alive for this model.
         """
         pool = self._pools.get((model, roles))
@@ -111,6 +111,8 @@ class Snapshot:
         if not self.nodes:
             raise NoNodeAvailable("no node is registered")
         if not self.knows(model):
+            if not self.version:
+                raise NoNodeAvailable(f"Redis has not been reached yet, and no node with the model {model!r} is known")
             raise ModelNotFound(f"The model {model[:200]!r} does not exist.", param="model")
         having = [node for node in self.nodes.values() if node.role in roles and model in node.models]
         words = " or ".join(role.name for role in roles)

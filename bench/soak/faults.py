@@ -316,12 +316,6 @@ def _lane(name: str) -> frozenset[str]:
 # Redis can't be asked or written, or is another one than before.
 _REDIS_AWAY = _lane("redis") - {"SCRIPT FLUSH"}
 PAIRS = (
-    # A new worker knows the nodes from Redis only, but for static ones; it shares its siblings' socket all the same.
-    Pair(
-        "a worker starts while Redis is away",
-        _lane("worker") - {"worker SIGSTOP beyond its lease"}, _REDIS_AWAY, ("503 no_node_available",),
-        first_lasts_s=12.0,  # it takes some seconds to start, and Redis is away for up to 6
-    ),
     # While Redis is away each worker has to learn by itself of an engine that fails at once, and pays for it from
     # its share of the floor.
     Pair(

@@ -16,6 +16,7 @@ from itertools import pairwise
 import pytest
 from redis.exceptions import ResponseError
 
+from tests.integration.serving import chat, chat_body, on_every_worker
 from tests.integration.stage import (
     Bench,
     EngineFactory,
@@ -309,14 +310,40 @@ def test_r96_starts_without_redis_and_recovers_by_itself(bench: Bench) -> None:
         assert deployment.get("/health").status == 200
         ready = deployment.get("/ready")
         assert (ready.status, "redis" in ready.text.lower()) == (503, True)
-        reply = deployment.post("/v1/chat/completions", {"model": "sim", "messages": []})
-        assert reply.status == 503
+        reply = deployment.post("/v1/chat/completions", {"model": "unheard-of", "messages": []})
+        assert reply.status == 503, "it may be there, in Redis"
         assert int(reply.headers["retry-after"]) > 0
+        # The engine is named by a setting, so it is known without Redis.
+        on_every_worker(deployment, lambda: chat(deployment, chat_body("sim")).status == 200)
         assert deployment.post("/nodes/add", {"url": engine.url, "status": {"models": ["sim"]}}).status == 503
         server.start()
         eventually(lambda: readiness(deployment) == {200}, within_s=6)
         assert deployment.post("/v1/chat/completions", {"model": "sim", "messages": []}).status == 200
         eventually(lambda: server.cli("ZCARD", "evenhand:{late}:workers") == 2, within_s=3)
+        deployment.stop()
+
+
+@beside
+def test_workers_that_start_while_redis_is_away_serve_what_the_host_knew(bench: Bench) -> None:
+    engine = bench.engine()
+    with PrivateRedis() as server:
+        deployment = bench.deployment(2, redis=Space(server, "known"), settings=SETTINGS)
+        deployment.add(engine)
+        files = deployment.directory / "state"
+        eventually(lambda: [path for path in files.glob("nodes-*.msgpack") if engine.url.encode() in path.read_bytes()])
+        server.kill()
+        victim = deployment.kill_worker()
+        deployment.wait_for_workers(2, without=[victim])
+        # Connections are shared evenly, so the new worker has its half of them.
+        assert [chat(deployment, chat_body("sim")).status for _ in range(20)] == [200] * 20
+        deployment.stop()
+        deployment.start()
+        assert [chat(deployment, chat_body("sim")).status for _ in range(10)] == [200] * 10
+        assert "started without Redis: it serves the 1 nodes" in deployment.log()
+        assert deployment.get("/ready").status == 503
+        server.start()
+        eventually(lambda: readiness(deployment) == {200}, within_s=8)
+        assert server.cli("SMEMBERS", "evenhand:{known}:nodes") == {engine.url}
         deployment.stop()
 
 

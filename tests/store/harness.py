@@ -16,6 +16,7 @@ from app.nodes import Role, State
 from app.store.budget import RetryBudget
 from app.store.handovers import Handovers
 from app.store.keys import Keys
+from app.store.last_known import LastKnown
 from app.store.ledger import Ledger, Ticket
 from app.store.links import LinkTable
 from app.store.locator import Locator
@@ -50,11 +51,14 @@ class Worker:
         lease_s: float = 8.0,
         timeout_s: float = 0.5,
         seed: int = 1,
+        last_known: LastKnown | None = None,
     ) -> None:
         self.name = name
         self.keys = Keys(namespace)
         locator = Locator.of(url, keys=self.keys, timeout_s=timeout_s)
-        self.registry = Registry(locator=locator, keys=self.keys, scripts=SCRIPTS, worker=name, timeout_s=timeout_s)
+        self.registry = Registry(
+            locator=locator, keys=self.keys, scripts=SCRIPTS, worker=name, timeout_s=timeout_s, last_known=last_known
+        )
         self.ledger = Ledger(
             locator=locator,
             keys=self.keys,

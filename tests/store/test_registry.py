@@ -15,9 +15,10 @@ import redis as redis_client
 from redis.asyncio.client import PubSub
 
 from app.nodes import Node, Role, State
+from app.store.fields import node_from_fields, node_to_fields
 from app.store.keys import Keys
 from app.store.locator import Locator
-from app.store.registry import NodeStatus, Registry, node_from_fields, node_to_fields
+from app.store.registry import NodeStatus, Registry
 from app.store.snapshot import Snapshot
 from tests.store.harness import SCRIPTS, Worker, give_back, of, registered, totals, workers
 from tests.support.redis import Space

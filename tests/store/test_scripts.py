@@ -14,8 +14,8 @@ import pytest
 
 from app.balancing import ENCODER_POLICIES, POLICIES
 from app.nodes import Node, Role
+from app.store.fields import node_to_fields
 from app.store.keys import Keys
-from app.store.registry import node_to_fields
 from app.store.scripts import Arity, Code, Script, load_scripts, lua_directory
 from tests.store.harness import Worker, totals
 from tests.support.redis import PrivateRedis, Space
