@@ -153,7 +153,7 @@ def causes_of(result: Result, windows: Windows) -> list[str]:
         pair.name
         for pair in PAIRS
         if result.saw.startswith(pair.costs)
-        and names(pair.first_lasts_s) & pair.first
+        and names(0.0) & pair.first
         and names(pair.second_lasts_s) & pair.second
     ]
 

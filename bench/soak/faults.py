@@ -298,14 +298,13 @@ KINDS = {
 class Pair:
     """What two faults cost together, which neither does alone: at least one of each side has to be on.
 
-    Each may have ended so long before as its effect lasts.
+    The second may have ended so long before as its effect lasts.
     """
 
     name: str
     first: frozenset[str]
     second: frozenset[str]
     costs: tuple[str, ...]
-    first_lasts_s: float = 0.0
     second_lasts_s: float = 0.0
 
 
