@@ -152,9 +152,7 @@ def causes_of(result: Result, windows: Windows) -> list[str]:
     return [
         pair.name
         for pair in PAIRS
-        if result.saw.startswith(pair.costs)
-        and names(0.0) & pair.first
-        and names(pair.second_lasts_s) & pair.second
+        if result.saw.startswith(pair.costs) and names(0.0) & pair.first and names(pair.second_lasts_s) & pair.second
     ]
 
 

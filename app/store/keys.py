@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+LAYOUT = 1
+"""Number of the key layout. Raised by a change that a worker of before would misread or heal away; keys and fields
+that it passes over are no such change."""
+
 
 class Keys:
     """Key names of one deployment. `lua/README.md` is the dictionary: type and meaning of each."""
 
     def __init__(self, namespace: str) -> None:
         self.prefix = p = f"evenhand:{{{namespace}}}:"
+        self.layout = p + "layout"
         self.nodes = p + "nodes"
         self.engine_keys = p + "engine_keys"
         self.version = p + "version"
@@ -60,6 +65,7 @@ class Shape(NamedTuple):
 def shapes(keys: Keys) -> dict[str, Shape]:
     """Key -> shape of all keys that a deployment has once. `events` is a channel, no key."""
     return {
+        keys.layout: Shape("string", "count"),
         keys.version: Shape("string", "count"),
         keys.nodes: Shape("set", "registry"),
         keys.engine_keys: Shape("hash", "registry"),

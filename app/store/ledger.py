@@ -549,6 +549,8 @@ class Ledger:
             # What brought us here may be a key that somebody wrote over: then the restate could fail as well.
             with contextlib.suppress(StoreUnavailable):
                 await self._registry.heal()
+            if self._registry.foreign:
+                raise StoreUnavailable(self._registry.foreign)
             changes = self._changes
             reply = await pipeline.call(self._restate_command())
             if reply[0] != Code.DONE:

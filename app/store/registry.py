@@ -28,7 +28,7 @@ from app.errors import StoreUnavailable
 from app.nodes import Node, Role, State
 from app.store.fields import node_from_fields, node_to_fields
 from app.store.healing import heal
-from app.store.keys import Keys, of_node_removed
+from app.store.keys import LAYOUT, Keys, of_node_removed
 from app.store.last_known import LastKnown
 from app.store.locator import Locator
 from app.store.scripts import Argument, Code, Script
@@ -122,6 +122,7 @@ class Registry:
         )
         self._timeout_s = timeout_s
         self._turns = asyncio.Semaphore(CALLS_AT_ONCE)
+        self.foreign = ""  # why the keys are none that this code may touch
         self._events = locator.client(socket_connect_timeout=timeout_s * 2)
         self._refused: set[str] = set()
         self._refreshing: asyncio.Task[None] | None = None
@@ -133,10 +134,19 @@ class Registry:
 
     async def start(self) -> None:
         """Read the registry if Redis answers, else what the host last knew; listen for changes from now on."""
+        found = self._last_known.load() if self._last_known is not None else None
+        self._assumed, age_s = found or (Snapshot(), 0.0)
+        self._show(self._assumed)
         try:
             await self.refresh()
         except StoreUnavailable as e:
-            self._assume_last_known(e.message)
+            if found is not None:
+                log.warning(
+                    "started without Redis: it serves the %d nodes that this host knew %.0f s ago (%s)",
+                    len(self.snapshot.nodes),
+                    age_s,
+                    e.message,
+                )
         self._listener = asyncio.create_task(self._listen(), name="registry-events")
 
     async def close(self) -> None:
@@ -152,18 +162,6 @@ class Registry:
 
     # --- without Redis ----------------------------------------------------------------------------
 
-    def _assume_last_known(self, reason: str) -> None:
-        found = self._last_known.load() if self._last_known is not None else None
-        self._assumed, age_s = found or (Snapshot(), 0.0)
-        self._show(self._assumed)
-        if found is not None:
-            log.warning(
-                "started without Redis: it serves the %d nodes that this host knew %.0f s ago (%s)",
-                len(self.snapshot.nodes),
-                age_s,
-                reason,
-            )
-
     @property
     def assuming(self) -> bool:
         """Whether Redis has not been reached since the start: the snapshot is what was known before, or assumed."""
@@ -174,6 +172,16 @@ class Registry:
         if self._assumed is not None:
             mine = self.snapshot
             self._show(Snapshot(0, {**mine.nodes, node.url: node}, mine.engine_keys))
+
+    def _check_layout(self, found: str | None) -> None:
+        """Raises StoreUnavailable: the keys have another layout than ours."""
+        self.foreign = ""
+        if number(found) not in (0, LAYOUT):
+            self.foreign = (
+                f"the keys in Redis have layout {found}, this version of Evenhand knows layout {LAYOUT}: run the "
+                "same version everywhere, or give this one a --namespace of its own"
+            )
+            raise StoreUnavailable(self.foreign)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -257,11 +265,15 @@ class Registry:
                     pipe.smembers(keys.nodes)
                     version, urls = await pipe.execute()
                 async with self.redis.pipeline(transaction=True) as pipe:
+                    pipe.get(keys.layout)
                     pipe.get(keys.version)
                     pipe.hgetall(keys.engine_keys)
                     for url in urls:
                         pipe.hgetall(keys.node(url))
-                    again, engine_keys, *hashes = await pipe.execute()
+                    layout, again, engine_keys, *hashes = await pipe.execute()
+                self._check_layout(layout)
+                if layout is None:
+                    await self.redis.set(keys.layout, LAYOUT, nx=True)
                 if version is not None and str(number(version)) != version:
                     await self._heal()
                 elif again == version:
@@ -446,7 +458,9 @@ class Registry:
     # --- the wire ---------------------------------------------------------------------------------
 
     async def run(self, name: str, names: tuple[str, ...] | list[str], arguments: list[Argument]) -> Any:
-        """Run one script over the management connection. Raises RedisError."""
+        """Run one script over the management connection. Raises RedisError; StoreUnavailable with foreign keys."""
+        if self.foreign:
+            raise StoreUnavailable(self.foreign)
         return await self._mended(lambda: self._execute(self._scripts[name], names, arguments))
 
     async def _execute(self, script: Script, names: tuple[str, ...] | list[str], arguments: list[Argument]) -> Any:
@@ -462,6 +476,8 @@ class Registry:
         return await self._guard(self._heal)
 
     async def _heal(self) -> bool:
+        with contextlib.suppress(ResponseError):  # it is damaged itself
+            self._check_layout(str(await self.redis.get(self._keys.layout)))
         return await heal(self.redis, self._execute, self._scripts["heal_keys"], self._keys, self.snapshot.nodes)
 
     async def _mended(self, call: Callable[[], Awaitable[T]]) -> T:

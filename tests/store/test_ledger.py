@@ -227,7 +227,7 @@ async def test_a_late_answer_of_a_removed_node_leaves_no_window_behind(redis: Sp
         assert totals(redis) == {A: 1}  # it still runs
         ticket.release(succeeded=True)
         await aeventually(lambda: totals(redis) == {})
-        assert set(redis.key_names()) - {"requests"} == {"version", "workers", "sessions"}
+        assert set(redis.key_names()) - {"requests"} == {"layout", "version", "workers", "sessions"}
 
 
 # --- releasing, cancelling ------------------------------------------------------------------------
@@ -374,7 +374,7 @@ async def test_leaving_gives_back_at_once_on_a_server_that_never_saw_the_script(
         await worker.add_ready(A)
         await worker.take(3)
         assert totals(own_redis) == {A: 3}
-    assert own_redis.key_names() == sorted(["nodes", "version", f"node:{A}", "requests"])
+    assert own_redis.key_names() == sorted(["layout", "nodes", "version", f"node:{A}", "requests"])
     assert 0 < own_redis.cli("TTL", own_redis.key("requests")) <= 10, "it was in the window, and goes with it"
 
 

@@ -227,7 +227,7 @@ async def test_removing_a_node_takes_its_history_with_it_and_leaves_its_count(re
             ticket.release(succeeded=succeeded)
         held = await worker.take(2)
         assert await worker.registry.remove(A)
-        of_worker = {"version", "workers", "sessions"}
+        of_worker = {"layout", "version", "workers", "sessions"}
         assert set(redis.key_names()) - {"requests"} == of_worker | {"unfinished", "unfinished:w1"}
         assert totals(redis) == {A: 2}
         give_back(held)
