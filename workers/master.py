@@ -6,9 +6,10 @@ Why not gunicorn's `Arbiter` as it is (27.0):
 - at SIGHUP it tells all old workers to stop at once, whether the new ones serve yet or not, and then does nothing
   else until the last of them has ended: a worker that dies meanwhile is not replaced, SIGTERM has to wait;
 - a worker that drains counts as one that serves, so while its last streams run there is one fewer;
+- a signal to stop that reaches a worker in its first milliseconds is lost, and the worker serves on;
 - a mistake in the new code or settings ends the whole deployment.
 
-Four of its methods are overridden, none of them private; gunicorn is pinned in the lock files, and
+Five of its methods are overridden, none of them private; gunicorn is pinned in the lock files, and
 tests/workers/test_master.py fails if their meaning changes.
 """
 
@@ -25,6 +26,7 @@ from gunicorn.arbiter import Arbiter
 from gunicorn.errors import HaltServer
 
 from workers.listener import Shares
+from workers.server import STOP_SIGNALS
 
 OURS = ("app", "workers")
 BOOT_PAUSE_S = 1.0  # after a worker that could not start
@@ -42,6 +44,14 @@ class Master(Arbiter):  # type: ignore[misc]
         self._before_reload: Before | None = None  # until a worker of the new kind has served
         self._not_before = 0.0  # time.monotonic() of the next start
         super().__init__(app)
+
+    def spawn_worker(self) -> Any:
+        # Until the new process has its own handlers it has the master's, which would lose what came for the worker.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            return super().spawn_worker()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def kill_worker(self, pid: int, sig: int) -> None:
         if sig == signal.SIGTERM and pid in self.WORKERS:

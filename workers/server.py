@@ -60,6 +60,7 @@ LIFESPAN_SHUTDOWN_S = 5.0
 # What the master must wait beyond the grace time so that it never kills a worker that keeps its own deadline.
 MASTER_MARGIN_S = LAST_WORDS_S + CANCEL_WAIT_S + LIFESPAN_SHUTDOWN_S + 2.0
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGQUIT, signal.SIGINT)  # blocked by the master over the fork
 READY_FD_VARIABLE = "EVENHAND_READY_FD"
 
 
@@ -439,6 +440,7 @@ class EvenhandWorker(UvicornWorker):  # type: ignore[misc]
         super().init_signals()
         # The master answers a stuck worker with SIGABRT: say where it is stuck before it dies.
         faulthandler.enable()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def run(self) -> None:
         with asyncio.Runner(loop_factory=self.config.get_loop_factory()) as runner:
