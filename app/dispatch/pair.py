@@ -16,6 +16,7 @@ from app.dispatch.hybrid import untried
 from app.dispatch.retries import Retries
 from app.errors import Headers, ModelNotFound, NoNodeAvailable
 from app.nodes import Role
+from app.store.handing import Handing
 from app.store.handovers import Handovers
 from app.store.ledger import Ledger, Ticket
 
@@ -31,6 +32,7 @@ class Pair:
         *,
         ledger: Ledger,
         figures: Handovers,
+        handing: Handing,
         retries: Retries,
     ) -> None:
         self.retries = retries
@@ -39,6 +41,8 @@ class Pair:
         self._model = model
         self._ledger = ledger
         self._figures = figures
+        self._handing = handing
+        self._handed: str | None = None
         self._tried: set[str] = set()
         self._left = False
         self._timings: dict[str, float] = {}
@@ -68,6 +72,18 @@ class Pair:
         except (ModelNotFound, NoNodeAvailable):
             return False
         return True
+
+    def hand_over(self) -> None:
+        """Prefill's answer is complete. Its count goes back; its node is needed until `handed_over`."""
+        self._handed = self.prefill.url
+        self._handing.begin(self._handed)  # first: a drain must not see the node without either
+        self.prefill.release(succeeded=True)
+
+    def handed_over(self) -> None:
+        """Decode has the cache, or won't fetch it. Once or not at all, whatever was called before."""
+        url, self._handed = self._handed, None
+        if url is not None:
+            self._handing.end(url)
 
     def leave_prefill(self) -> Ticket:
         """From now on the prefill leg's count is given back by the caller, who waits for its end."""

@@ -135,7 +135,10 @@ class Sequential(Protocol):
             if isinstance(handed, Answer):
                 pair.give_back(handed)
                 return handed
-            answer = await self._decode_somewhere(pair, request, handed)
+            try:
+                answer = await self._decode_somewhere(pair, request, handed)
+            finally:
+                pair.handed_over()
             if answer is not None:
                 return answer
 
@@ -170,7 +173,7 @@ class Sequential(Protocol):
             return Answer(whole, url, ())
         pair.took("prefill", url, time.monotonic() - begun_s)
         handed = self.hand(pair, members, self.read(whole))
-        pair.prefill.release(succeeded=True)
+        pair.hand_over()
         return handed
 
     async def _decode_somewhere(self, pair: Pair, request: EngineRequest, handed: Handed) -> Answer | None:
@@ -299,7 +302,7 @@ class Concurrent(Protocol):
                     await _end(decode)
                     return Answer(whole, whole.url, ())
                 self.read(whole)
-                pair.prefill.release(succeeded=True)
+                pair.hand_over()
                 await asyncio.wait((decode,), timeout=self.caller.timeouts.first_byte_s or None)
                 if not decode.done():
                     raise _LegFailed(pair.decode.url, _too_slow(pair.decode.url, self.caller.timeouts.first_byte_s))
@@ -311,6 +314,8 @@ class Concurrent(Protocol):
             await _end(prefill)
             await _end(decode)
             raise
+        finally:
+            pair.handed_over()
         return await self._beside(pair, members, response, prefill)
 
     async def _beside(self, pair: Pair, members: Members, response: Response, prefill: asyncio.Task[Whole]) -> Answer:
