@@ -254,7 +254,6 @@ class Prober:
                 # Not wholly trusted: a node may answer probes and nothing else. The next failure opens it again.
                 await self._registry.move_breaker(node.url, "close on probation", self._rules.breaker_failures)
             if state is not None:
-                log.info("node %s: %s -> %s %s", node.url, node.state, state, finding.words)
                 await self._write(node, state, finding.words, finding.models)
             elif finding.kind == "ok" and node.state in (State.DOWN, State.GONE):
                 # Half-way up: the second look decides, and somebody may be waiting for it.

@@ -107,11 +107,11 @@ class Pair:
     # --- stages
 
     @contextmanager
-    def stage(self, name: str, url: str) -> Iterator[None]:
-        """Time a stage at a node; it counts only if it succeeds."""
+    def waited(self, name: str) -> Iterator[None]:
+        """Time what the request waits for and others do too: told to its client, and counted by who does it."""
         begun_s = time.monotonic()
         yield
-        self.took(name, url, time.monotonic() - begun_s)
+        self._timings[name] = self._timings.get(name, 0.0) + time.monotonic() - begun_s
 
     def took(self, name: str, url: str, seconds: float) -> None:
         self._timings[name] = self._timings.get(name, 0.0) + seconds

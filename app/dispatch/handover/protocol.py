@@ -8,6 +8,7 @@ here, so every failure until then has a status of its own, and another node can 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -20,9 +21,12 @@ from app.dispatch.handover.bodies import Members, Prefilled, check_splittable, r
 from app.dispatch.handover.merge import Known, merged
 from app.dispatch.pair import Pair
 from app.dispatch.retries import never_arrived
+from app.dispatch.seldom import Seldom
 from app.errors import EngineProtocolError, EngineTimeout, EngineUnreachable, UpstreamError
 from app.store.handovers import Handovers
 from app.upstream.transport import Response
+
+log = logging.getLogger("evenhand.dispatch")
 
 PREFILL_ANSWER_LIMIT_BYTES = 64 * 2**20
 REFUSAL_LIMIT_BYTES = 2**20
@@ -112,6 +116,18 @@ class Handed:
 
 class Sequential(Protocol):
     """Prefill, then decode with what prefill answered."""
+
+    def __init__(self, *, caller: Caller, figures: Handovers) -> None:
+        super().__init__(caller=caller, figures=figures)
+        self._failing = Seldom(log)
+
+    def handed_nothing(self, url: str, missing: str, *, fatal: bool) -> None:
+        """Prefill answered without `missing`; raises EngineProtocolError where that is `fatal`."""
+        self.figures.count("missing_params")
+        words = f"engine {url} handed nothing over: no {missing} in its answer"
+        self._failing.warn(url, words if fatal else f"{words}; decode computes the prompt")
+        if fatal:
+            raise EngineProtocolError(words)
 
     @abstractmethod
     def prefill_body(self, members: Members, path: bytes) -> bytes: ...
