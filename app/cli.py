@@ -23,7 +23,8 @@ COMMANDS = {
     "serve": (
         "serve one OpenAI-compatible endpoint in front of all nodes",
         "Serve one OpenAI-compatible endpoint in front of all nodes. A flag wins over its environment variable, "
-        "the variable over the default.",
+        "the variable over the default. A list is several words after its flag, or a variable with spaces or commas "
+        "between its items.",
     ),
     "nodes": ("list, add, remove or drain the nodes of a running deployment", "Manage the nodes of a deployment."),
     "engine": (

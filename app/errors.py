@@ -148,6 +148,19 @@ class EngineProtocolError(UpstreamError):
     code = "engine_protocol_error"
 
 
+class EngineAnswered(UpstreamError):
+    """The engine answered a call of ours with a status that is no use. `answered`: that status."""
+
+    def __init__(self, message: str, *, answered: int) -> None:
+        super().__init__(message)
+        self.answered = answered
+
+    @property
+    def lacking(self) -> bool:
+        """Whether it has no such route: asking another time is no use."""
+        return self.answered in (404, 405, 501)
+
+
 class EngineTimeout(UpstreamError):
     """The engine was too slow. `stage` is connect, first_byte, idle or total."""
 

@@ -38,6 +38,7 @@ from app.nodes import Node, Role, State
 from app.redis_url import RedisPlace
 from app.settings import Settings
 from app.store.budget import RetryBudget
+from app.store.handing import Handing
 from app.store.handovers import Handovers
 from app.store.keys import Keys
 from app.store.last_known import LastKnown
@@ -219,6 +220,7 @@ class Split:
         self._bootstrap = Bootstrap(registry=registry, default_port=settings.bootstrap_port)
         self._migration = Migration(settings.migration_protocol, settings.link_type, with_gdr=not settings.disable_gdr)
         self.figures = Handovers(ledger=ledger, registry=registry, keys=keys)
+        self.handing = Handing(ledger=ledger, keys=keys, worker=worker)
         distserve = DistServeClient(engines, self._migration)
         table = LinkTable(registry=registry, keys=keys, worker=worker)
         migrations = Migrations(ledger=ledger, registry=registry, keys=keys, scripts=scripts, worker=worker)
@@ -314,6 +316,7 @@ def dispatcher(
             caller=caller,
             protocol=split.protocol(topology.protocol, caller),
             figures=split.figures,
+            handing=split.handing,
             rules=split.rules(topology),
             breakers=breakers,
             budget=budget,

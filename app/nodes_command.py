@@ -41,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verb("list", "show all nodes").add_argument("--all", action="store_true", help="also nodes that are gone")
     add = verb("add", "add a node, or change one; running counts stay")
     add.add_argument("node", metavar="NODE_URL", type=_node)
-    add.add_argument("--role", type=_role, help=f"one of {', '.join(role.name for role in Role)}; default Hybrid")
+    add.add_argument(
+        "--role",
+        type=_role,
+        help=f"one of {', '.join(role.name for role in Role)}; default: as registered, else Hybrid",
+    )
     add.add_argument(
         "--models", nargs="+", metavar="MODEL", help="models that it serves; not given: the engine is asked"
     )

@@ -52,7 +52,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"evenhand serve: {line}", file=sys.stderr)
     try:
         settings = Settings.load({name: getattr(args, name) for name in Settings.model_fields})
-        Topology.of(settings)  # a contradiction is one line here, and a traceback in every worker
+        # A contradiction is one line here, and a traceback in every worker.
+        idle = Topology.of(settings).without_effect(settings)
+        if idle is not None:
+            print(f"evenhand serve: {idle}", file=sys.stderr)
         from workers.supervisor import serve  # after the check: a wrong flag should not wait for a server's imports
 
         return serve(settings, simulate=args.simulate)
@@ -89,6 +92,8 @@ def _default(field: FieldInfo) -> str:
         return "none"
     if isinstance(field.default, tuple):
         return " ".join(field.default) or "none"
+    if field.default == "default":
+        return '"default"'
     return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
 
 

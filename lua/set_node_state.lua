@@ -8,8 +8,9 @@
 -- ARGV[3]  state              the new one; '' = as it is
 -- ARGV[4]  drain              ms from now that running requests get; '' where it does not drain
 -- ARGV[5+] field, value       more to set in the same step (models, reason)
--- RETURN   {code, version}    code: 0 set, 6 was not there, 7 another incarnation, or draining (which
---                             only a new registration or a removal ends), 8 nothing to change
+-- RETURN   {code, version}    code: 0 has another state now, 9 the same state and other fields, 6 was not
+--                             there, 7 another incarnation, or draining (which only a new registration
+--                             or a removal ends), 8 nothing to change
 -- COST     O(fields)          CALLER app/store/registry.py
 local nodes, node, version_key = KEYS[1], KEYS[2], KEYS[3]
 local url, incarnation, state, drain = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
@@ -53,4 +54,8 @@ end
 if not changed then
     return { 8, version }
 end
-return { 0, redis.call('INCR', version_key) }
+version = redis.call('INCR', version_key)
+if before == state then
+    return { 9, version }
+end
+return { 0, version }

@@ -341,6 +341,56 @@ def test_the_greeting_knows_how_to_look_behind_sentinels_and_into_a_cluster(url:
     assert "hush" not in text
 
 
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        ({}, ""),
+        ({"admin_keys": ["hush"]}, ""),
+        ({"admin_keys": ["hush"], "trusted_nodes": ["10.0.0.0/8"]}, " --admin-key KEY"),
+        ({"api_keys": ["hush"], "trusted_nodes": ["none"]}, " --admin-key KEY"),
+        ({"api_keys": ["hush"], "trusted_nodes": ["127.0.0.1/32"]}, ""),
+    ],
+)
+def test_the_greetings_commands_have_what_they_need(flags: dict[str, Any], options: str) -> None:
+    settings = Settings.load({"redis_url": "redis://r", **flags})
+    text = greeting("http://127.0.0.1:8000", settings, [], None, embedded=False)
+    assert f"nodes add http://HOST:PORT{options}    #" in text and f"nodes list{options}\n" in text
+    assert "--role" not in text and "hush" not in text
+
+
+@pytest.mark.parametrize("protocol", ["lmdeploy", "nixl"])
+def test_the_greeting_names_the_roles_where_prefill_and_decode_are_separate(protocol: str) -> None:
+    flags = {"redis_url": "redis://r", "serving_strategy": "DistServe", "pd_protocol": protocol}
+    lines = greeting(
+        "http://127.0.0.1:8001", Settings.load(flags), [], None, embedded=False, unused=["http://h (Hybrid)"]
+    )
+    for role in ("Prefill", "Decode"):
+        assert f"nodes add http://HOST:PORT --role {role} --url http://127.0.0.1:8001    #" in lines
+        assert (f"--proxy-url http://127.0.0.1:8001 --backend pytorch --role {role}\n" in lines) is (
+            protocol == "lmdeploy"
+        )
+    assert "Never called with this serving strategy, and registered: http://h (Hybrid)" in lines
+
+
+def test_serve_tells_of_settings_that_change_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.supervisor.serve", lambda settings, *, simulate: 0)
+    assert run("serve", "--pd-protocol", "nixl", "--dummy-prefill") == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("evenhand serve: --pd-protocol, --dummy-prefill have no effect without --serving-strategy")
+    assert run("serve", "--serving-strategy", "DistServe", "--pd-protocol", "mooncake", "--dummy-prefill") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("evenhand serve: --dummy-prefill can't be used with --pd-protocol mooncake")
+
+
+def test_the_help_of_serve_says_how_lists_are_separated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "a variable with spaces or commas between its items" in text
+    assert "Default default" not in text
+
+
 @pytest.fixture
 def state_dir() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="evenhand-state-") as name:

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from app.nodes import Role
 from app.settings import Settings
 
 TIMEOUT_S = 1.0
@@ -45,6 +46,13 @@ class Endpoint:
             return [str(model["id"]) for model in self._ask("/v1/models", self._client_keys)["data"]]
         except (OSError, ValueError, LookupError, TypeError):
             return []
+
+    def roles(self) -> dict[str, Role]:
+        """The role of each registered node; nothing while it can't be asked."""
+        try:
+            return {str(url): Role(node["role"]) for url, node in self._ask("/nodes/status", self._admin_keys).items()}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            return {}
 
     def trouble(self) -> str | None:
         """Why it is not ready, in its own words; None when it is."""

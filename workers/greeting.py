@@ -10,17 +10,29 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
+from ipaddress import ip_address, ip_network
 from urllib.parse import unquote, urlsplit
 
 from app import __version__
+from app.dispatch.topology import Topology
 from app.redis_url import Kind, RedisPlace
 from app.settings import Settings
 
 
-def greeting(url: str, settings: Settings, models: list[str], trouble: str | None, *, embedded: bool) -> str:
+def greeting(
+    url: str,
+    settings: Settings,
+    models: list[str],
+    trouble: str | None,
+    *,
+    embedded: bool,
+    unused: Sequence[str] = (),
+) -> str:
     """The text.
 
     Args:
+        unused: registered nodes that this serving strategy never calls.
         models: those served now; one of them is in the request to try.
         trouble: why the deployment is not ready, if it is not.
     """
@@ -36,16 +48,17 @@ def greeting(url: str, settings: Settings, models: list[str], trouble: str | Non
     else:
         attempt = [f"  {curl} {shlex.quote(url + '/v1/models')}{key}"]
     to_us = "" if url == "http://127.0.0.1:8000" else f" --url {shlex.quote(url)}"
+    to_us += " --admin-key KEY" if (settings.admin_keys or settings.api_keys) and not _trusted(url, settings) else ""
     lines = [
         f"Evenhand {__version__} serves {url} with {settings.workers} worker"
         f"{'' if settings.workers == 1 else 's'} (docs page: {url}/)",
         *([f"Not ready yet: {trouble}"] if trouble else []),
+        *([f"Never called with this serving strategy, and registered: {', '.join(unused)}"] if unused else []),
         "",
         "Try it:",
         *attempt,
         "Add engines:",
-        f"  lmdeploy serve api_server MODEL --server-name HOST --proxy-url {url}",
-        f"  {command} nodes add http://HOST:PORT{to_us}    # any OpenAI-compatible engine that runs",
+        *_adding(f"{command} nodes add http://HOST:PORT", to_us, url, Topology.of(settings)),
         "Look at the state:",
         f"  {command} nodes list{to_us}",
         f"  {redis_command(settings)} hgetall 'evenhand:{{{settings.namespace}}}:unfinished'",
@@ -54,6 +67,27 @@ def greeting(url: str, settings: Settings, models: list[str], trouble: str | Non
         socket = unquote(urlsplit(settings.redis_url or "").path)
         lines.append(f"Embedded Redis: socket {socket}, data in {settings.state_dir / 'redis'}")
     return "\n".join([*lines, "Ctrl-C stops all of it.", ""])
+
+
+def _adding(add: str, to_us: str, url: str, topology: Topology) -> list[str]:
+    register = "  lmdeploy serve api_server MODEL --server-name HOST --proxy-url"
+    if not topology.split:
+        return [f"{register} {url}", f"  {add}{to_us}    # any OpenAI-compatible engine that runs"]
+    roles = ["Prefill", "Decode"]
+    by_itself = [f"{register} {url} --backend pytorch --role {role}" for role in roles]
+    return [
+        *(by_itself if topology.protocol == "lmdeploy" else []),
+        *(f"  {add} --role {role}{to_us}    # one that runs" for role in roles),
+    ]
+
+
+def _trusted(url: str, settings: Settings) -> bool:
+    """Whether who calls `url` from this host needs no key."""
+    try:
+        address = ip_address(urlsplit(url).hostname or "")
+    except ValueError:  # a name of this host: most likely localhost
+        address = ip_address("127.0.0.1")
+    return any(address in ip_network(network) for network in settings.trusted_nodes)
 
 
 def redis_command(settings: Settings) -> str:

@@ -3,7 +3,7 @@
 Each worker runs one of these; a lease in Redis says whose turn it is. The holder probes nodes,
 finishes drains, forgets what is long gone, and repairs what somebody deleted by hand. It decides
 from what it sees (`verdict`, `interval_s` are pure) and then does the I/O. Keys: prober, last_success,
-and through the registry the nodes.
+handing:*, and through the registry the nodes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 from app.errors import EngineRefused, EngineTimeout, StoreUnavailable, UpstreamError
 from app.nodes import Breaker, Node, State
 from app.store.clock import redis_ms
+from app.store.handing import fetched
 from app.store.keys import Keys
 from app.store.registry import Registry, number
 from app.store.scripts import Code
@@ -198,7 +199,9 @@ class Prober:
             self._forget(url)
         for node in nodes.values():
             if node.state == State.DRAINING:
-                await registry.remove(node.url, when="drained")
+                # Past its end the script removes it, whoever needs it still.
+                if now_ms >= node.drain_until_ms or await fetched(registry, self._keys, node.url):
+                    await registry.remove(node.url, when="drained")
                 continue
             if node.state == State.GONE and now_ms - node.state_since_ms > self._rules.forget_after_s * 1000:
                 await registry.remove(node.url, when=str(node.incarnation))
@@ -251,7 +254,6 @@ class Prober:
                 # Not wholly trusted: a node may answer probes and nothing else. The next failure opens it again.
                 await self._registry.move_breaker(node.url, "close on probation", self._rules.breaker_failures)
             if state is not None:
-                log.info("node %s: %s -> %s %s", node.url, node.state, state, finding.words)
                 await self._write(node, state, finding.words, finding.models)
             elif finding.kind == "ok" and node.state in (State.DOWN, State.GONE):
                 # Half-way up: the second look decides, and somebody may be waiting for it.

@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
 from app.settings import Settings
 from workers.embedded_redis import EmbeddedRedis, EmbeddedRedisError
@@ -223,7 +224,16 @@ class Supervisor:
     def _greet(self) -> None:
         trouble = self._endpoint.trouble()
         models = [] if trouble else self._endpoint.models()
-        text = greeting(self._endpoint.url, self._settings, models, trouble, embedded=self._redis is not None)
+        topology = Topology.of(self._settings)
+        unused = [f"{url} ({role.name})" for url, role in self._endpoint.roles().items() if not topology.uses(role)]
+        text = greeting(
+            self._endpoint.url,
+            self._settings,
+            models,
+            trouble,
+            embedded=self._redis is not None,
+            unused=unused,
+        )
         print(text, flush=True)
 
     def _start_engine(self) -> None:

@@ -64,6 +64,8 @@ class DistServe:
             pair_of(*pair): {"state": "failed" if error else "connected", "error": error}
             for pair, error in zip(pairs, failures, strict=True)
         }
+        if not pairs:
+            return {"SUCCESS": False, "links": links, "reason": self._no_pair()}
         return {"SUCCESS": not any(failures), "links": links}
 
     async def collect(self) -> Json:
@@ -102,6 +104,13 @@ class DistServe:
             for decode in (node for node in nodes if node.role == Role.Decode):
                 if not set(prefill.models).isdisjoint(decode.models):
                     yield prefill.url, decode.url
+
+    def _no_pair(self) -> str:
+        nodes = [node for node in self._registry.snapshot.nodes.values() if node.state in (State.READY, State.PENDING)]
+        lacking = [role.name for role in (Role.Prefill, Role.Decode) if not any(node.role == role for node in nodes)]
+        if lacking:
+            return f"no {' and no '.join(lacking)} node is registered and up"
+        return "no Prefill and Decode node have a model in common"
 
     async def _ensure(self, prefill: str, decode: str) -> str | None:
         try:

@@ -16,6 +16,7 @@ from app.dispatch.hybrid import untried
 from app.dispatch.retries import Retries
 from app.errors import Headers, ModelNotFound, NoNodeAvailable
 from app.nodes import Role
+from app.store.handing import Handing
 from app.store.handovers import Handovers
 from app.store.ledger import Ledger, Ticket
 
@@ -31,6 +32,7 @@ class Pair:
         *,
         ledger: Ledger,
         figures: Handovers,
+        handing: Handing,
         retries: Retries,
     ) -> None:
         self.retries = retries
@@ -39,6 +41,8 @@ class Pair:
         self._model = model
         self._ledger = ledger
         self._figures = figures
+        self._handing = handing
+        self._handed: str | None = None
         self._tried: set[str] = set()
         self._left = False
         self._timings: dict[str, float] = {}
@@ -69,6 +73,18 @@ class Pair:
             return False
         return True
 
+    def hand_over(self) -> None:
+        """Prefill's answer is complete. Its count goes back; its node is needed until `handed_over`."""
+        self._handed = self.prefill.url
+        self._handing.begin(self._handed)  # first: a drain must not see the node without either
+        self.prefill.release(succeeded=True)
+
+    def handed_over(self) -> None:
+        """Decode has the cache, or won't fetch it. Once or not at all, whatever was called before."""
+        url, self._handed = self._handed, None
+        if url is not None:
+            self._handing.end(url)
+
     def leave_prefill(self) -> Ticket:
         """From now on the prefill leg's count is given back by the caller, who waits for its end."""
         self._left = True
@@ -91,11 +107,11 @@ class Pair:
     # --- stages
 
     @contextmanager
-    def stage(self, name: str, url: str) -> Iterator[None]:
-        """Time a stage at a node; it counts only if it succeeds."""
+    def waited(self, name: str) -> Iterator[None]:
+        """Time what the request waits for and others do too: told to its client, and counted by who does it."""
         begun_s = time.monotonic()
         yield
-        self.took(name, url, time.monotonic() - begun_s)
+        self._timings[name] = self._timings.get(name, 0.0) + time.monotonic() - begun_s
 
     def took(self, name: str, url: str, seconds: float) -> None:
         self._timings[name] = self._timings.get(name, 0.0) + seconds

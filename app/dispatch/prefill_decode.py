@@ -19,6 +19,7 @@ from app.dispatch.retries import Retries
 from app.errors import ModelNotFound, NoNodeAvailable
 from app.nodes import Role
 from app.store.budget import RetryBudget
+from app.store.handing import Handing
 from app.store.handovers import Handovers
 from app.store.ledger import Ledger
 from app.store.registry import Registry
@@ -51,6 +52,7 @@ class PrefillDecode:
         caller: Caller,
         protocol: Protocol,
         figures: Handovers,
+        handing: Handing,
         rules: SplitRules,
         breakers: Breakers,
         budget: RetryBudget,
@@ -60,6 +62,7 @@ class PrefillDecode:
         self._caller = caller
         self._protocol = protocol
         self._figures = figures
+        self._handing = handing
         self._rules = rules
         self._breakers = breakers
         self._budget = budget
@@ -88,7 +91,15 @@ class PrefillDecode:
             self._figures.count("prefill_fallback")
             return held
         retries = Retries(self._rules.retries, self._budget, server_errors=retry_500)
-        pair = Pair(model, prefill, decode, ledger=self._ledger, figures=self._figures, retries=retries)
+        pair = Pair(
+            model,
+            prefill,
+            decode,
+            ledger=self._ledger,
+            figures=self._figures,
+            handing=self._handing,
+            retries=retries,
+        )
         return HeldPair(pair, self._protocol)
 
     async def _take_one(self, model: str, *roles: Role) -> HeldNode:

@@ -15,10 +15,28 @@ from dataclasses import dataclass
 from app.dispatch.consumers import Consumers
 from app.errors import BadRequest, ConfigurationError
 from app.nodes import Role
-from app.settings import Settings
+from app.settings import Settings, flag_of
 
 FOR_ENCODERS = ("nixl", "mooncake")
 """Hand-overs of engines that take what encoders made: vLLM's."""
+
+
+USED_BY: dict[str, tuple[str, ...]] = {
+    "pd_protocol": ("lmdeploy", "nixl", "mooncake", "sglang"),
+    "prefill_fallback": ("lmdeploy", "nixl", "mooncake", "sglang"),
+    "prefill_timeout_s": ("lmdeploy", "nixl", "mooncake", "sglang"),
+    "dummy_prefill": ("lmdeploy",),
+    "migration_protocol": ("lmdeploy",),
+    "link_type": ("lmdeploy",),
+    "disable_gdr": ("lmdeploy",),
+    "link_timeout_s": ("lmdeploy",),
+    "link_tries": ("lmdeploy",),
+    "gc_age_s": ("lmdeploy",),
+    "handover_lease_s": ("nixl",),
+    "bootstrap_port": ("mooncake", "sglang"),
+    "pd_missing_params": ("lmdeploy", "nixl"),
+}
+"""Settings of separate prefill and decode, and the hand-overs that look at them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +88,11 @@ class Topology:
                 f"--pd-protocol {protocol} can't be used with --encode-servers-urls, which names vLLM's nodes; "
                 "they hand the KV cache over by nixl or mooncake"
             )
-        dummy = split and settings.dummy_prefill and protocol == "lmdeploy"
+        dummy = split and settings.dummy_prefill
+        if dummy and protocol != "lmdeploy":
+            raise ConfigurationError(
+                f"--dummy-prefill can't be used with --pd-protocol {protocol}; it is for --pd-protocol lmdeploy"
+            )
         return cls(
             split,
             protocol,
@@ -99,6 +121,28 @@ class Topology:
                 "allowed are Hybrid, Decode, Encode",
                 param=field,
             )
+
+    def uses(self, role: Role) -> bool:
+        """Whether a node of the role ever gets a request here."""
+        if not self.split:
+            return role is not Role.Prefill
+        unused = {Role.Hybrid} if not self.fallback else set()
+        return role not in (unused if self.protocol in FOR_ENCODERS else unused | {Role.Encode})
+
+    def without_effect(self, settings: Settings) -> str | None:
+        """A line that names the settings that were given and change nothing, None where there are none.
+
+        No refusal: `lmdeploy serve proxy` takes its flags in any combination, and so do the scripts that call it.
+        """
+        given = [name for name in USED_BY if name in settings.model_fields_set]
+        given = [name for name in given if getattr(settings, name) not in (False, "auto")]
+        idle = [flag_of(name) for name in given if not self.split or self.protocol not in USED_BY[name]]
+        if not idle:
+            return None
+        words = f"{', '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect"
+        if self.split:
+            return f"{words} with --pd-protocol {self.protocol}"
+        return f"{words} without --serving-strategy DistServe or --prefill-servers-urls"
 
     @property
     def needed(self) -> tuple[tuple[Role, ...], ...]:

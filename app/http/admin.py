@@ -16,12 +16,21 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from app.dispatch.topology import Topology
-from app.errors import BadRequest, EngineTimeout, EvenhandError, NoNodeAvailable, NotFound, UpstreamError
+from app.errors import (
+    BadRequest,
+    EngineAnswered,
+    EngineTimeout,
+    EvenhandError,
+    NoNodeAvailable,
+    NotFound,
+    UpstreamError,
+)
 from app.http.answers import json_object
 from app.http.ports import Engines, NodeRegistry
 from app.nodes import Node, Role, State, normalise_url, parse_models, parse_role, parse_speed
@@ -270,8 +279,8 @@ class Admin:
         try:
             return await self._engines.models(wanted.url, key)
         except UpstreamError as e:
-            # One status for every way to fail, as LMDeploy has one code; its words first, then the cause.
-            text = f"Failed to get response after a period of time: {e.message}"
+            # One status and code for every way to fail, as LMDeploy has; its words behind what happened.
+            text = f"{e.message}{_hint(wanted.url, e)}. Failed to get response after a period of time"
             raise EngineTimeout(text, stage="models") from e
 
     async def _terminate(self, url: str) -> None:
@@ -284,3 +293,14 @@ class Admin:
 
     def _key_of(self, url: str) -> str | None:
         return self._registry.snapshot.engine_keys.get(url) or self._engine_key
+
+
+def _hint(url: str, failure: UpstreamError) -> str:
+    """What is mostly wrong where an engine does not list its models."""
+    answered = failure.answered if isinstance(failure, EngineAnswered) else None
+    if answered in (401, 403):
+        return "; its API key is given as `key` (`evenhand nodes add --key`)"
+    path = urlsplit(url).path
+    if answered == 404 and path:
+        return f"; is {path} at the end of its address needless?"
+    return "; is it an OpenAI-compatible engine?" if answered == 404 else ""

@@ -58,7 +58,7 @@ class Health:
             return ShuttingDown("This worker is stopping")
         reason = self._store_ok()
         if reason is not None:
-            return StoreUnavailable(f"Redis: {reason}")
+            return StoreUnavailable(f"Redis: {reason.removeprefix('Redis ')}")
         ready = {node.role for node in self._registry.snapshot.nodes.values() if node.state == State.READY}
         missing = [" or ".join(role.name for role in roles) for roles in self._needed if ready.isdisjoint(roles)]
         if missing:

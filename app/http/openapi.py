@@ -340,12 +340,14 @@ def _warm_up() -> Schema:
         "Link every prefill node with every decode node of the same model",
         "warmUp",
         ok=_answer(
-            "All pairs have been tried; `SUCCESS` is false where one failed, and each says why.",
+            "All pairs have been tried; `SUCCESS` is false where one failed, and each says why; "
+            "also where there is none, and `reason` says why.",
             _json(
                 _object(
                     ("SUCCESS", "links"),
                     SUCCESS={"type": "boolean"},
                     links={"type": "object", "additionalProperties": _ref("LinkResult"), "description": _PAIR},
+                    reason={"type": "string", "description": "Where there is no pair: which role has no node."},
                 )
             ),
         ),

@@ -47,6 +47,10 @@ class Keys:
         """The worker's own unfinished counts."""
         return f"{self.prefix}unfinished:{worker}"
 
+    def handing(self, worker: str) -> str:
+        """The worker's hand-overs that go on."""
+        return f"{self.prefix}handing:{worker}"
+
     def latency(self, url: str) -> str:
         return f"{self.prefix}latency:{url}"
 
@@ -94,7 +98,7 @@ def shapes_of(keys: Keys, urls: Iterable[str], workers: Iterable[str]) -> dict[s
         {keys.node(url): Shape("hash", "registry") for url in urls}
         | {keys.latency(url): Shape("list", "seconds") for url in urls}
         | {keys.stages(url): Shape("hash", "number") for url in urls}
-        | {keys.ledger(worker): Shape("hash", "count") for worker in workers}
+        | {key: Shape("hash", "count") for worker in workers for key in (keys.ledger(worker), keys.handing(worker))}
     )
 
 

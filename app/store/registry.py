@@ -337,17 +337,24 @@ class Registry:
     async def drain(self, url: str, timeout_s: float) -> bool:
         """No new requests for the node; removed when the last has ended or after `timeout_s`."""
         code = await self._set_state(url, State.DRAINING, drain_ms=round(timeout_s * 1000))
-        return code in (Code.DONE, Code.UNCHANGED)
+        return code in (Code.DONE, Code.UPDATED, Code.UNCHANGED)
 
     async def set_state(
         self, node: Node, state: State, *, reason: str = "", models: tuple[str, ...] | None = None
     ) -> bool:
-        """What a probe found of this incarnation of `node`. Returns whether it still holds."""
+        """What a probe found of this incarnation of `node`. Returns whether it still holds.
+
+        Whoever changes the state says so in the log, so that it is there once in the deployment.
+        """
         fields = {"reason": reason}
         if models is not None:
             fields["models"] = json.dumps(list(models), ensure_ascii=False)
         code = await self._set_state(node.url, state, incarnation=str(node.incarnation), fields=fields)
-        return code in (Code.DONE, Code.UNCHANGED)
+        if code == Code.DONE:
+            bad = State.GONE in (node.state, state) or State.DOWN in (node.state, state)
+            words = f": {reason}" if reason else ""
+            log.log(logging.WARNING if bad else logging.INFO, "node %s: %s -> %s%s", node.url, node.state, state, words)
+        return code in (Code.DONE, Code.UPDATED, Code.UNCHANGED)
 
     async def record_failure(self, url: str, rules: BreakerRules) -> None:
         """The node failed a request. Raises StoreUnavailable."""

@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from app.errors import EngineBroke, EngineTimeout, EngineUnreachable, UpstreamError
+from app.errors import EngineAnswered, EngineBroke, EngineTimeout, EngineUnreachable, UpstreamError
 from app.upstream.failures import connect_failure
 
 _HEALTH_LIMIT_BYTES = 64 * 1024
@@ -91,7 +91,7 @@ class EngineClient:
         """
         status, body = await self._get(url, "/v1/models", key, self._timeout_s, _MODELS_LIMIT_BYTES)
         if status != 200:
-            raise UpstreamError(f"engine {url} answered {status} to /v1/models")
+            raise EngineAnswered(f"engine {url} answered {status} to /v1/models", answered=status)
         try:
             models = msgspec.json.decode(body, type=_ModelList).data
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
@@ -151,7 +151,8 @@ class EngineClient:
         body = b"" if payload is None else msgspec.json.encode(payload)
         status, answer = await self._ask(method, url, path, key, timeout_s, _JSON_LIMIT_BYTES, body)
         if status != 200:
-            raise UpstreamError(f"engine {url} answered {status} to {path}: {answer[:200].decode(errors='replace')}")
+            words = answer[:200].decode(errors="replace")
+            raise EngineAnswered(f"engine {url} answered {status} to {path}: {words}", answered=status)
         try:
             return msgspec.json.decode(answer)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:

@@ -121,6 +121,20 @@ class FakeFigures:
         self.stages.append((stage, url))
 
 
+class FakeHanding:
+    """Hand-overs that go on, by prefill node."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def begin(self, prefill: str) -> None:
+        self.counts[prefill] += 1
+
+    def end(self, prefill: str) -> None:
+        assert self.counts[prefill] > 0, f"{prefill} has handed over more often than it began"
+        self.counts[prefill] -= 1
+
+
 class FakeResponse:
     """An engine's answer that has a status; `closed` once somebody is done with it."""
 
@@ -373,10 +387,11 @@ def split_by(
     dummy: int | None = None,
     retries: int = 2,
     budget: FakeBudget | None = None,
+    handing: FakeHanding | None = None,
 ) -> PrefillDecode:
     """The use case of split serving among fakes, by NIXL if nothing else is said."""
     parts: Any = {"caller": caller, "figures": figures}
     store: Any = {"registry": registry, "ledger": ledger}
-    store |= {"breakers": FakeBreakers(), "budget": budget or FakeBudget()}
+    store |= {"breakers": FakeBreakers(), "budget": budget or FakeBudget(), "handing": handing or FakeHanding()}
     protocol = protocol or Nixl(**parts, lease_s=30, recompute=True)
     return PrefillDecode(**parts, **store, protocol=protocol, rules=SplitRules(fallback, dummy, retries))

@@ -63,10 +63,20 @@ async def test_a_warm_up_of_what_is_linked_calls_nobody(redis: Space) -> None:
         assert len(engines.calls) == called
 
 
-async def test_a_warm_up_without_nodes_is_a_success(redis: Space) -> None:
+async def test_a_warm_up_without_a_pair_is_no_success_and_names_what_is_missing(redis: Space) -> None:
     async with workers(redis, 1) as (worker,):
         linker = Linker(worker, LinkEngines())
-        assert await linker.distserve.warm_up() == {"SUCCESS": True, "links": {}}
+
+        async def reason() -> str:
+            found = await linker.distserve.warm_up()
+            assert (found["SUCCESS"], found["links"]) == (False, {})
+            return str(found["reason"])
+
+        assert await reason() == "no Prefill and no Decode node is registered and up"
+        await worker.add_ready(P0, role=Role.Prefill)
+        assert await reason() == "no Decode node is registered and up"
+        await worker.add_ready(D0, role=Role.Decode, models=("other",))
+        assert await reason() == "no Prefill and Decode node have a model in common"
 
 
 async def test_the_table_shows_every_link_the_sessions_and_the_counters(redis: Space) -> None:

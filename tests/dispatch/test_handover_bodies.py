@@ -380,11 +380,14 @@ def test_a_refusal_proves_nothing_once_the_engines_have_other_lives() -> None:
 
 
 @pytest.mark.parametrize("missing", [{"cache_block_ids": None}, {"remote_token_ids": []}])
-def test_where_blocks_are_missing_decode_computes_again_and_what_is_kept_is_freed(missing: Json) -> None:
+def test_where_blocks_are_missing_decode_computes_again_and_what_is_kept_is_freed(
+    missing: Json, caplog: pytest.LogCaptureFixture
+) -> None:
     handed, _, sessions, figures = handed_by({**GOOD, **missing})
     assert json.loads(handed.body) == CLIENT
     assert figures.counts == {"missing_params": 1}
     assert sessions.log == [("hold", P0, 7, ""), ("free", P0, 7)]
+    assert f"engine {P0} handed nothing over: no cache_block_ids in its answer; decode computes" in caplog.text
 
 
 @pytest.mark.parametrize(("session", "freed"), [(7, True), (None, False)])
@@ -576,6 +579,15 @@ async def test_mooncakes_failed_question_is_asked_again_by_the_next() -> None:
     assert len(engines.asked) == 2
 
 
+async def test_a_bootstrap_server_that_fails_is_told_from_an_engine() -> None:
+    protocol, _ = mooncake(Engines(EngineRefused("engine http://p0:8998 refused the connection")))
+    with pytest.raises(EngineRefused) as caught:
+        await legs_of(protocol, {"model": "m"})
+    assert caught.value.message == (
+        f"the bootstrap server http://p0:8998 of prefill node {P0} refused the connection (its port: --bootstrap-port)"
+    )
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -592,6 +604,6 @@ async def test_mooncakes_failed_question_is_asked_again_by_the_next() -> None:
 )
 async def test_a_bootstrap_server_that_names_no_engine_is_a_502(answer: object) -> None:
     protocol, _ = mooncake(Engines(answer))
-    with pytest.raises(EngineProtocolError, match="http://p0:8998 names no engine") as caught:
+    with pytest.raises(EngineProtocolError, match=f"http://p0:8998 of prefill node {P0} names no engine") as caught:
         await legs_of(protocol, {"model": "m"})
     assert caught.value.status == 502

@@ -13,7 +13,7 @@ import pytest
 
 from app.dispatch.handover import links as links_module
 from app.dispatch.handover.protocol import LinkFailed
-from app.errors import EngineBroke, EngineRefused, StoreUnavailable
+from app.errors import EngineAnswered, EngineBroke, EngineRefused, StoreUnavailable
 from app.nodes import Role, State
 from app.store.links import Link, read_link
 from tests.dispatch.fakes import D0, P0
@@ -134,6 +134,32 @@ async def test_tp_sizes_that_differ_are_refused_with_the_reason_and_not_tried_ag
             await linker.ensure()
         assert engines.counts == {"engine_info": 2}
         assert "tp_size 2" in record(redis).error
+
+
+@pytest.mark.parametrize("answered", [404, 405, 501, 503])
+async def test_an_engine_without_distserve_fails_at_the_first_try_with_its_reason(redis: Space, answered: int) -> None:
+    async with linking(redis) as (engines, (linker,)):
+        words = f"engine {D0} answered {answered} to /distserve/engine_info: Not Found"
+        engines.failures["engine_info", D0] = [EngineAnswered(words, answered=answered)] * 3
+        with pytest.raises(LinkFailed, match=words) as caught:
+            await linker.ensure()
+        assert caught.value.url == D0
+        assert engines.calls.count(("engine_info", D0)) == (3 if answered == 503 else 1)
+        assert words in record(redis).error
+
+
+async def test_a_link_that_fails_is_a_warning_once_a_minute(redis: Space, caplog: pytest.LogCaptureFixture) -> None:
+    async with linking(redis) as (engines, (linker,)):
+        refusals(engines, "connect", D0, 60)
+        for _ in range(3):
+            with pytest.raises(LinkFailed):
+                await linker.ensure()
+            redis.cli("HDEL", redis.key("links"), PAIR)
+        assert await counted(linker.worker) == {"links_failed": 3}
+        said = [line.getMessage() for line in caplog.records if line.levelname == "WARNING"]
+        assert said == [
+            f"no link between {P0} and {D0}: the link could not be made: engine {D0} refused the connection"
+        ]
 
 
 async def test_linking_ends_in_time_whatever_hangs(redis: Space) -> None:

@@ -48,6 +48,7 @@ from tests.dispatch.fakes import (
     FakeBudget,
     FakeCaller,
     FakeFigures,
+    FakeHanding,
     FakeLedger,
     FakeRegistry,
     FakeResponse,
@@ -98,9 +99,11 @@ class World:
         self.ledger = FakeLedger(self.registry)
         self.caller = FakeCaller()
         self.figures = FakeFigures()
+        self.handing = FakeHanding()
         parts: Any = {"caller": self.caller, "figures": self.figures}
         self.protocol = (by or nixl())(**parts)
-        self.split = split_by(self.registry, self.ledger, **parts, protocol=self.protocol, **rules)
+        more: Any = {"protocol": self.protocol, "handing": self.handing}
+        self.split = split_by(self.registry, self.ledger, **parts, **more, **rules)
 
     async def ask(self, body: bytes | Json = CLIENT, model: str = MODEL, path: bytes = CHAT) -> Answer:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -112,7 +115,7 @@ class World:
         assert answer.status == 200
         answer.close(Outcome.OK)
         await turns()
-        assert self.ledger.unfinished == {}
+        assert self.ledger.unfinished == {} and not self.handing.counts.total()
         return answer.url
 
     @property
@@ -1051,3 +1054,28 @@ async def test_a_pair_says_where_it_is() -> None:
 )
 def test_only_a_connection_that_never_stood_costs_nothing(error: UpstreamError, never: bool) -> None:
     assert never_arrived(error) is never
+
+
+# --- what a drain waits for
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("end", ["answers", "fails", "client leaves"])
+async def test_prefill_is_needed_from_the_end_of_its_answer_until_decode_has_the_cache(
+    by: Callable[..., Protocol], end: str
+) -> None:
+    world, gate = World(by=by), asyncio.Event()
+    world.caller.behaviour[D0] = waits_for(gate, EngineBroke("decode broke off") if end == "fails" else None)
+    asked = world.begin()
+    await turns()
+    assert world.ledger.unfinished == {D0: 1} and world.handing.counts == {P0: 1}
+    if end == "client leaves":
+        asked.cancel()
+    gate.set()
+    await asyncio.wait((asked,))
+    if end == "answers":
+        answer = asked.result()
+        assert not world.handing.counts.total(), "from the first bytes on, not from the end of the answer"
+        answer.close(Outcome.OK)
+        await turns()
+    assert world.ledger.unfinished == {} and not world.handing.counts.total()

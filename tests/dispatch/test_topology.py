@@ -145,7 +145,6 @@ ACCEPTED = [
         "HPDE",
         [{"H", "D"}],
     ),
-    ("NIXL has no dummy", {**NIXL, "dummy_prefill": True}, True, "nixl", False, "PDE", [{"P"}, {"D"}]),
     ("SGLang", {**NIXL, "pd_protocol": "sglang"}, True, "sglang", False, "PD", [{"P"}, {"D"}]),
     (
         "E + P + D, handed over by Mooncake",
@@ -222,6 +221,12 @@ def test_r78_topologies_that_work(
             {"serving_strategy": "DistServe", "encode_servers_urls": E, "pd_protocol": "sglang"},
             "--pd-protocol sglang can't be used with --encode-servers-urls",
         ),
+        ({**NIXL, "dummy_prefill": True}, "--dummy-prefill can't be used with --pd-protocol nixl"),
+        (
+            {**NIXL, "pd_protocol": "mooncake", "dummy_prefill": True},
+            "--dummy-prefill can't be used with --pd-protocol m",
+        ),
+        ({"prefill_servers_urls": P, "dummy_prefill": True}, "--dummy-prefill can't be used with --pd-protocol nixl"),
         ({"encode_servers_urls": E, "decode_servers_urls": E}, "http://e:1 is named twice"),
         ({"encode_servers_urls": E, "nodes": E}, "http://e:1 is named twice"),
         ({"prefill_servers_urls": P, "decode_servers_urls": (*D, *P)}, "http://p:1 is named twice"),
@@ -235,6 +240,57 @@ def test_r78_mixtures_that_can_not_work_are_refused_at_the_start_with_the_reason
     with pytest.raises(ConfigurationError) as caught:
         Topology.of(settings_of(**flags))
     assert caught.value.message.startswith(words)
+
+
+LMDEPLOYS = {"serving_strategy": "DistServe", "link_type": "IB", "disable_gdr": True, "migration_protocol": "NVLINK"}
+HYBRID = "without --serving-strategy DistServe or --prefill-servers-urls"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({}, None),
+        ({"dummy_prefill": False, "pd_protocol": "auto"}, None),
+        ({"pd_protocol": "nixl"}, f"--pd-protocol has no effect {HYBRID}"),
+        # As a script for LMDeploy's proxy may have it: served, and told.
+        (
+            {"dummy_prefill": True, "link_type": "RoCE", "migration_protocol": "RDMA", "disable_gdr": True},
+            f"--dummy-prefill, --migration-protocol, --link-type, --disable-gdr have no effect {HYBRID}",
+        ),
+        ({"prefill_fallback": True, "encode_servers_urls": E}, f"--prefill-fallback has no effect {HYBRID}"),
+        ({**LMDEPLOYS, "dummy_prefill": True, "link_tries": 2, "gc_age_s": 9, "pd_missing_params": "fail"}, None),
+        (
+            {**LMDEPLOYS, "pd_protocol": "sglang", "bootstrap_port": 1, "pd_missing_params": "fail"},
+            "--migration-protocol, --link-type, --disable-gdr, --pd-missing-params have no effect "
+            "with --pd-protocol sglang",
+        ),
+        ({**NIXL, "handover_lease_s": 9, "prefill_timeout_s": 9, "prefill_fallback": True}, None),
+        ({**NIXL, "bootstrap_port": 9}, "--bootstrap-port has no effect with --pd-protocol nixl"),
+    ],
+)
+def test_settings_that_change_nothing_are_named(flags: dict[str, Any], line: str | None) -> None:
+    settings = settings_of(**flags)
+    assert Topology.of(settings).without_effect(settings) == line
+
+
+def test_settings_of_the_environment_that_change_nothing_are_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENHAND_PD_PROTOCOL", "mooncake")
+    settings = settings_of()
+    assert Topology.of(settings).without_effect(settings) == f"--pd-protocol has no effect {HYBRID}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "used"),
+    [
+        ({}, "HDE"),
+        ({"serving_strategy": "DistServe"}, "PD"),
+        (NIXL, "PDE"),
+        ({**NIXL, "prefill_fallback": True}, "HPDE"),
+    ],
+)
+def test_which_roles_are_ever_called(flags: dict[str, Any], used: str) -> None:
+    topology = Topology.of(settings_of(**flags))
+    assert {letter for letter, role in LETTERS.items() if topology.uses(role)} == set(used)
 
 
 def test_a_wrong_number_of_consumers_is_refused_at_the_start_too() -> None:

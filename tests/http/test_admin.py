@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from app.errors import EngineRefused, StoreUnavailable, UpstreamError
+from app.errors import EngineAnswered, EngineRefused, StoreUnavailable, UpstreamError
 from app.nodes import Node, Role, State
 from tests.http.fakes import FakeLinks, Reply, World
 
@@ -214,9 +214,28 @@ async def test_engine_that_can_not_be_asked_is_a_504_with_lmdeploys_code() -> No
         reply = await world.json("POST", "/nodes/add", {"url": A})
         body = reply.json()
         assert (reply.status, body["error_code"]) == (504, 10402)
-        assert body["text"].startswith("Failed to get response after a period of time")
-        assert failure.message in body["error"]["message"]
+        assert body["text"].startswith(failure.message), "what happened first"
+        assert "Failed to get response after a period of time" in body["text"]
         assert not world.registry.calls
+
+
+@pytest.mark.parametrize(
+    ("url", "answered", "hint"),
+    [
+        (A, 401, "; its API key is given as `key`"),
+        (A, 403, "; its API key is given as `key`"),
+        (A + "/v1", 404, "; is /v1 at the end of its address needless?"),
+        (A, 404, "; is it an OpenAI-compatible engine?"),
+        (A, 500, ". Failed to get response"),
+    ],
+)
+async def test_engine_that_refuses_to_list_its_models_is_told_with_a_hint(url: str, answered: int, hint: str) -> None:
+    world = World()
+    words = f"engine {url} answered {answered} to /v1/models"
+    world.engines.lists = {url: EngineAnswered(words, answered=answered)}
+    reply = await world.json("POST", "/nodes/add", {"url": url})
+    assert (reply.status, reply.json()["error_code"]) == (504, 10402)
+    assert reply.json()["error"]["message"].startswith(words + hint)
 
 
 async def test_engine_is_asked_with_its_own_key_else_with_the_common_one() -> None:

@@ -109,5 +109,7 @@ async def test_ready_says_that_redis_is_away() -> None:
     world.store_trouble = "no reply within 0.5 s"
     reply = await world.ask("GET", "/ready")
     assert reply.status == 503 and "no reply within 0.5 s" in reply.error["message"]
+    world.store_trouble = "Redis can't be reached: nobody listens"
+    assert (await world.ask("GET", "/ready")).error["message"] == "Redis: can't be reached: nobody listens"
     world.store_trouble = None
     assert (await world.ask("GET", "/ready")).status == 200

@@ -290,6 +290,23 @@ def test_a_drained_node_finishes_its_streams_and_then_drops_its_links(floor: Flo
     assert prefill.freed == []
 
 
+def test_a_draining_prefill_node_stays_until_decode_has_fetched_its_session(floor: Floor) -> None:
+    prefill, decode = floor.pair()
+    assert floor.chat().ok
+    decode.set(ttft_s=1.5)
+    running = start(load.many(floor.urls, 1, model=floor.model, stream=True))
+    eventually(lambda: decode.in_flight == 1 and floor.migrations() == {(prefill.url, 2)})
+    assert floor.deployment.post("/nodes/remove?drain=true&timeout_s=20", {"url": prefill.url}).status == 200
+    begun_s = time.monotonic()
+    while time.monotonic() - begun_s < 0.9:
+        assert floor.deployment.nodes()[prefill.url]["state"] == "draining"
+        assert prefill.links == {decode.url} and prefill.freed == []
+        time.sleep(0.1)
+    assert all(answer.ok and answer.done for answer in running.result(20))
+    eventually(lambda: floor.link(prefill, decode) is None and not prefill.strict.links.held, within_s=5)
+    assert prefill.freed == [] and floor.fabric.late_frees == []
+
+
 def test_sessions_of_a_prefill_that_restarts_are_struck_off_and_not_freed(floor: Floor) -> None:
     """The new process counts its sessions from the start: a number of the old one may be somebody else's by now."""
     prefill, decode = floor.pair()

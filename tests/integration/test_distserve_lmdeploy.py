@@ -211,6 +211,7 @@ def test_stages_are_timed_in_a_header_and_in_redis(floor: Floor) -> None:
     assert second.get("link", 0.0) < 100, "it is there already"
     eventually(lambda: stage_count(floor, prefill, "prefill") == stage_count(floor, decode, "decode") == 2)
     assert float(floor.hash(f"stages:{prefill.url}")["prefill_s"]) >= 0.4
+    assert stage_count(floor, decode, "link") == 1, "who made it, and not who waited for it too"
     (shown,) = (
         node["stages"] for url, node in floor.deployment.get("/nodes/status").json().items() if url == prefill.url
     )

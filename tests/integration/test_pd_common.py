@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -224,6 +225,19 @@ def test_a_legs_count_is_given_back_when_that_leg_has_ended(floor: PdFloor) -> N
     eventually(lambda: floor.counts(p, d) == [0, 1], within_s=1)
     client.leave()
     eventually(lambda: floor.counts(p, d) == [0, 0], within_s=1)
+
+
+def test_a_draining_prefill_node_stays_until_decode_has_fetched_its_cache(floor: PdFloor) -> None:
+    p, d = floor.pair(decode={"ttft_s": 1.2})
+    client = Leaving(floor, stream=True)
+    eventually(lambda: bool(d.requests) and floor.counts(p, d) == [0, 1], within_s=1)
+    assert floor.deployment.post("/nodes/remove?drain=true&timeout_s=30", {"url": p.url}).status == 200
+    begun_s = time.monotonic()
+    while time.monotonic() - begun_s < 0.7:
+        assert floor.deployment.nodes()[p.url]["state"] == "draining"
+        time.sleep(0.1)
+    eventually(lambda: p.url not in floor.deployment.nodes(), within_s=3)
+    client.leave()
 
 
 # --- what clients may not say

@@ -14,6 +14,7 @@ from typing import Self
 
 from app.nodes import Role, State
 from app.store.budget import RetryBudget
+from app.store.handing import Handing
 from app.store.handovers import Handovers
 from app.store.keys import Keys
 from app.store.last_known import LastKnown
@@ -74,6 +75,7 @@ class Worker:
         shared = {"registry": self.registry, "keys": self.keys}
         self.budget = RetryBudget(ledger=self.ledger, **shared)  # type: ignore[arg-type]
         self.figures = Handovers(ledger=self.ledger, **shared)  # type: ignore[arg-type]
+        self.handing = Handing(ledger=self.ledger, keys=self.keys, worker=name)
         self.links = LinkTable(worker=name, **shared)  # type: ignore[arg-type]
         self.migrations = Migrations(ledger=self.ledger, scripts=SCRIPTS, worker=name, **shared)  # type: ignore[arg-type]
 
@@ -101,6 +103,7 @@ class Worker:
         """What split serving, retries and breakers write, of each kind something."""
         await self.links.claim(f"{prefill}|{decode}", "1|2", self.registry.snapshot.version, wait_s=60)
         self.migrations.hold(prefill, 7, decode=decode, life=1)
+        self.handing.begin(prefill)
         self.figures.count("links_made")
         self.figures.took(prefill, "prefill", 0.25)
         await self.registry.record_failure(decode, BreakerRules(threshold=100, open_s=10))

@@ -440,8 +440,9 @@ class Machine(RuleBasedStateMachine):
             assert reply == [8, model.version]
         else:
             model.version += 1
+            code = 9 if node.get("state") == state else 0
             node.update(state=state, reason="words")
-            assert reply == [0, model.version]
+            assert reply == [code, model.version]
 
     @rule(url=urls, drain_ms=st.sampled_from([0, 3_600_000]))
     def drain(self, url: str, drain_ms: int) -> None:
@@ -450,9 +451,10 @@ class Machine(RuleBasedStateMachine):
         if url not in model.nodes:
             assert reply == [6, model.version]
             return
+        code = 9 if model.nodes[url].get("state") == "draining" else 0
         model.nodes[url].update(state="draining", drain_until_ms=str(drain_ms))
         model.version += 1
-        assert reply == [0, model.version]
+        assert reply == [code, model.version]
 
     @rule(url=urls, when=st.sampled_from(["now", "drained", "this one", "another one"]))
     def remove_node(self, url: str, when: str) -> None:

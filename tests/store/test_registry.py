@@ -779,3 +779,27 @@ async def test_a_window_with_rubbish_in_it_does_not_hide_the_status(redis: Space
         await registry.add(A, **plain())
         redis.cli("RPUSH", redis.key(f"latency:{A}"), "0.5", "rubbish", "0.25")
         assert (await registry.status())[A].latency_s == [0.5, 0.25]
+
+
+# --- what is said of changes
+
+
+async def test_a_node_that_goes_down_is_one_warning_in_the_deployment_and_so_is_its_return(
+    redis: Space, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with workers(redis, 2) as (w1, w2):
+        await w1.add_ready(A)
+        await w2.registry.refresh()
+        for worker in (w1, w2, w1):
+            worker.registry.refused(A)
+        await aeventually(lambda: all(w.registry.snapshot.nodes[A].state is State.DOWN for w in (w1, w2)))
+        down = w1.registry.snapshot.nodes[A]
+        assert await w1.registry.set_state(down, State.DOWN, reason="other words")
+        assert await w2.registry.set_state(down, State.READY)
+        said = [(r.levelname, r.getMessage()) for r in caplog.records if r.getMessage().startswith("node")]
+        assert said == [
+            ("INFO", f"node {A}: pending -> ready"),
+            ("WARNING", f"node {A}: ready -> down: connection refused"),
+            ("WARNING", f"node {A}: down -> ready"),
+        ]

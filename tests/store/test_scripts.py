@@ -366,9 +366,9 @@ def test_the_page_has_every_key_of_the_code_and_no_other() -> None:
     keys = Keys("ns")
     names = {value.removeprefix(keys.prefix) for name, value in vars(keys).items() if name != "prefix"}
     of_node = (keys.node("<url>"), keys.latency("<url>"), keys.stages("<url>"))
-    names |= {name.removeprefix(keys.prefix) for name in (*of_node, keys.ledger("<worker>"))}
+    names |= {name.removeprefix(keys.prefix) for name in (*of_node, keys.ledger("<worker>"), keys.handing("<worker>"))}
     methods = {name for name, value in vars(Keys).items() if callable(value) and not name.startswith("_")}
-    assert methods == {"node", "ledger", "latency", "stages"}, "a new kind of key"
+    assert methods == {"node", "ledger", "latency", "stages", "handing"}, "a new kind of key"
     assert set(KEY_ROWS) == names
 
 

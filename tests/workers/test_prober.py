@@ -475,6 +475,35 @@ async def test_a_drain_is_finished_when_the_last_request_ends(redis: Space) -> N
         assert one.engines.looks[A] <= looks + 1, "a draining node is not probed"
 
 
+async def test_a_drain_waits_for_hand_overs_too_but_not_for_those_of_the_dead(redis: Space) -> None:
+    """The second lease ends while its hand-over goes on: then nobody comes for that cache any more."""
+    lasting = Worker(redis.url, redis.namespace, "w2")
+    async with probing(redis) as one, lasting, Worker(redis.url, redis.namespace, "w3", lease_s=1) as dying:
+        for url in (A, B):
+            await add(one.registry, url, State.READY)
+        lasting.handing.begin(A)
+        dying.handing.begin(B)
+        await aeventually(lambda: redis.cli("HGETALL", redis.key("handing:w3")) == {B: "1"})
+        for url in (A, B):
+            await one.registry.drain(url, 60)
+        await asyncio.sleep(0.2)
+        assert set(registered(redis)) == {A, B}
+        redis.cli("ZREM", redis.key("workers"), "w3")
+        await dying.ledger.close()
+        await aeventually(lambda: set(registered(redis)) == {A})
+        lasting.handing.end(A)
+        await aeventually(lambda: registered(redis) == {})
+
+
+async def test_a_drain_that_has_taken_too_long_waits_for_no_hand_over(redis: Space) -> None:
+    async with probing(redis) as one, Worker(redis.url, redis.namespace, "w2") as worker:
+        await add(one.registry, A, State.READY)
+        worker.handing.begin(A)
+        await aeventually(lambda: redis.cli("HGETALL", redis.key("handing:w2")) == {A: "1"})
+        await one.registry.drain(A, 0.3)
+        await aeventually(lambda: registered(redis) == {}, within_s=3)
+
+
 async def test_a_verdict_on_a_node_registered_anew_meanwhile_is_void(redis: Space) -> None:
     async with probing(redis) as one:
         await add(one.registry, A, State.READY)

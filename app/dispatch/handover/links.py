@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from app.dispatch.handover.protocol import LinkFailed
-from app.errors import StoreUnavailable, UpstreamError
+from app.dispatch.seldom import Seldom
+from app.errors import EngineAnswered, StoreUnavailable, UpstreamError
 from app.store.handovers import Handovers
 from app.store.links import Claim, Link, LinkTable, ends_of, pair_of
 from app.store.registry import Registry
@@ -81,6 +82,7 @@ class Links:
         self._own_keys: dict[str, str] = {}
         self._doubted: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(LINKING_AT_ONCE)
+        self._failing = Seldom(log)
 
     def __repr__(self) -> str:
         return f"<Links made={len(self._made)} making={len(self._making)}>"
@@ -211,12 +213,14 @@ class Links:
                 prefill, decode, claim, "failed", until_ms=until_ms, error=why, blame=blame, failures=failures
             )
             self._figures.count("links_failed")
+            if isinstance(e, LinkFailed):
+                self._failing.warn(e.url, f"no link between {prefill} and {decode}: {e.message}")
             raise
         took_s = time.monotonic() - begun_s
         await self._settle(prefill, decode, claim, "connected", took_ms=round(took_s * 1000), identity=identity)
         self._figures.count("links_made")
         self._figures.took(decode, "link", took_s)
-        log.info("linked %s and %s in %.1f s", prefill, decode, took_s)
+        log.info("linked %s and %s in %.3f s", prefill, decode, took_s)
         return True
 
     async def _settle(self, prefill: str, decode: str, claim: Claim, state: str, **more: int | str) -> None:
@@ -241,6 +245,8 @@ class Links:
                     except _Unlike as e:
                         raise LinkFailed(str(e), url=prefill) from e
                     except LinkFailed as e:
+                        if isinstance(e.__cause__, EngineAnswered) and e.__cause__.lacking:
+                            raise
                         error = e
                     if left:
                         await asyncio.sleep(pause_s)

@@ -24,7 +24,7 @@ from app.dispatch.handover.protocol import CHAT, Handed, Sequential
 from app.dispatch.handover.sessions import Sessions
 from app.dispatch.hybrid import HeldNode
 from app.dispatch.pair import Pair
-from app.errors import BadRequest, EngineProtocolError, UpstreamError
+from app.errors import BadRequest, UpstreamError
 from app.store.handovers import Handovers
 from app.store.ledger import Ticket
 from app.upstream.transport import Response
@@ -61,7 +61,7 @@ class Lmdeploy(Sequential):
 
     async def link(self, pair: Pair) -> None:
         if not self._links.made(pair.prefill.url, pair.decode.url):
-            with pair.stage("link", pair.decode.url):
+            with pair.waited("link"):
                 await self._links.ensure(pair.prefill.url, pair.decode.url)
 
     def prefill_body(self, members: Members, path: bytes) -> bytes:
@@ -80,10 +80,8 @@ class Lmdeploy(Sequential):
     def hand(self, pair: Pair, members: Members, prefilled: Prefilled) -> Handed:
         url, kept = pair.prefill.url, read_kept(prefilled.members)
         if kept.blocks is None or kept.token is None:
-            self.figures.count("missing_params")
             self._free(url, kept)
-            if not self._recompute:
-                raise EngineProtocolError(f"engine {url} handed nothing over: no cache_block_ids in its answer")
+            self.handed_nothing(url, "cache_block_ids", fatal=not self._recompute)
             return Handed(prefilled, with_values(members, {}))
         migration = {
             "protocol": self._protocol_number,

@@ -83,15 +83,21 @@ class Mooncake(Concurrent):
 
     async def _query(self, url: str) -> dict[int, str]:
         address = self._bootstrap.address_of(url)
-        found = await self._engines.ask_json("GET", address, "/query", None, timeout_s=QUERY_TIMEOUT_S)
-        return _read_engines(address, found)
+        server = f"the bootstrap server {address} of prefill node {url}"
+        try:
+            found = await self._engines.ask_json("GET", address, "/query", None, timeout_s=QUERY_TIMEOUT_S)
+            return _read_engines(server, found)
+        except UpstreamError as e:
+            # The engine client takes it for an engine, which nobody has registered at that address.
+            e.message = f"{e.message.replace(f'engine {address}', server)} (its port: --bootstrap-port)"
+            raise
 
     def _forget(self, url: str, task: asyncio.Task[dict[int, str]]) -> None:
         if self._known.get(url, (0, None))[1] is task:
             del self._known[url]
 
 
-def _read_engines(address: str, found: object) -> dict[int, str]:
+def _read_engines(server: str, found: object) -> dict[int, str]:
     """Engine id by data-parallel rank. Raises EngineProtocolError."""
     engines: dict[int, str] = {}
     for rank, entry in found.items() if isinstance(found, dict) else ():
@@ -99,5 +105,5 @@ def _read_engines(address: str, found: object) -> dict[int, str]:
         if rank.isdecimal() and isinstance(identifier, str):
             engines[int(rank)] = identifier
     if not engines:
-        raise EngineProtocolError(f"the bootstrap server {address} names no engine")
+        raise EngineProtocolError(f"{server} names no engine")
     return engines

@@ -15,7 +15,6 @@ from app.dispatch.caller import Caller
 from app.dispatch.handover.bodies import Members, Prefilled, for_prefill, with_values
 from app.dispatch.handover.protocol import CHAT, COMPLETIONS, RESPONSES, Handed, Sequential
 from app.dispatch.pair import Pair
-from app.errors import EngineProtocolError
 from app.store.handovers import Handovers
 
 ASK_FOR_PARAMS: dict[str, Any] = {
@@ -49,11 +48,7 @@ class Nixl(Sequential):
     def hand(self, pair: Pair, members: Members, prefilled: Prefilled) -> Handed:
         params = prefilled.members.get("kv_transfer_params")
         if params is None or bytes(params).translate(None, b" \t\r\n") in (b"null", b"{}"):
-            self.figures.count("missing_params")
-            if not self._recompute:
-                raise EngineProtocolError(
-                    f"engine {pair.prefill.url} handed nothing over: no kv_transfer_params in its answer"
-                )
+            self.handed_nothing(pair.prefill.url, "kv_transfer_params", fatal=not self._recompute)
             return Handed(prefilled, with_values(members, {}))
         body = with_values(members | {"kv_transfer_params": params}, {})
         return _Leased(prefilled, body, self.figures, valid_until_s=time.monotonic() + self._lease_s)

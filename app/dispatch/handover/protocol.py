@@ -8,6 +8,7 @@ here, so every failure until then has a status of its own, and another node can 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -20,9 +21,12 @@ from app.dispatch.handover.bodies import Members, Prefilled, check_splittable, r
 from app.dispatch.handover.merge import Known, merged
 from app.dispatch.pair import Pair
 from app.dispatch.retries import never_arrived
+from app.dispatch.seldom import Seldom
 from app.errors import EngineProtocolError, EngineTimeout, EngineUnreachable, UpstreamError
 from app.store.handovers import Handovers
 from app.upstream.transport import Response
+
+log = logging.getLogger("evenhand.dispatch")
 
 PREFILL_ANSWER_LIMIT_BYTES = 64 * 2**20
 REFUSAL_LIMIT_BYTES = 2**20
@@ -113,6 +117,18 @@ class Handed:
 class Sequential(Protocol):
     """Prefill, then decode with what prefill answered."""
 
+    def __init__(self, *, caller: Caller, figures: Handovers) -> None:
+        super().__init__(caller=caller, figures=figures)
+        self._failing = Seldom(log)
+
+    def handed_nothing(self, url: str, missing: str, *, fatal: bool) -> None:
+        """Prefill answered without `missing`; raises EngineProtocolError where that is `fatal`."""
+        self.figures.count("missing_params")
+        words = f"engine {url} handed nothing over: no {missing} in its answer"
+        self._failing.warn(url, words if fatal else f"{words}; decode computes the prompt")
+        if fatal:
+            raise EngineProtocolError(words)
+
     @abstractmethod
     def prefill_body(self, members: Members, path: bytes) -> bytes: ...
 
@@ -135,7 +151,10 @@ class Sequential(Protocol):
             if isinstance(handed, Answer):
                 pair.give_back(handed)
                 return handed
-            answer = await self._decode_somewhere(pair, request, handed)
+            try:
+                answer = await self._decode_somewhere(pair, request, handed)
+            finally:
+                pair.handed_over()
             if answer is not None:
                 return answer
 
@@ -170,7 +189,7 @@ class Sequential(Protocol):
             return Answer(whole, url, ())
         pair.took("prefill", url, time.monotonic() - begun_s)
         handed = self.hand(pair, members, self.read(whole))
-        pair.prefill.release(succeeded=True)
+        pair.hand_over()
         return handed
 
     async def _decode_somewhere(self, pair: Pair, request: EngineRequest, handed: Handed) -> Answer | None:
@@ -299,7 +318,7 @@ class Concurrent(Protocol):
                     await _end(decode)
                     return Answer(whole, whole.url, ())
                 self.read(whole)
-                pair.prefill.release(succeeded=True)
+                pair.hand_over()
                 await asyncio.wait((decode,), timeout=self.caller.timeouts.first_byte_s or None)
                 if not decode.done():
                     raise _LegFailed(pair.decode.url, _too_slow(pair.decode.url, self.caller.timeouts.first_byte_s))
@@ -311,6 +330,8 @@ class Concurrent(Protocol):
             await _end(prefill)
             await _end(decode)
             raise
+        finally:
+            pair.handed_over()
         return await self._beside(pair, members, response, prefill)
 
     async def _beside(self, pair: Pair, members: Members, response: Response, prefill: asyncio.Task[Whole]) -> Answer:
