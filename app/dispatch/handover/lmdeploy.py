@@ -56,7 +56,8 @@ class Lmdeploy(Sequential):
     def check(self, members: Members) -> None:
         super().check(members)
         n = value_of(members, "n")
-        if isinstance(n, int) and n > 1:
+        # As engines read it, who take 2.0 and "2" for 2.
+        if isinstance(n, int | float | str) and str(n).strip() not in ("1", "1.0", "True"):
             raise BadRequest("n must be 1: LMDeploy migrates the cache of one choice only", param="n")
 
     async def link(self, pair: Pair) -> None:
@@ -130,6 +131,9 @@ class Kept:
     token: int | None
 
 
+SESSION_DIGITS = 19  # of a session's number
+
+
 def read_kept(members: Members) -> Kept:
     """The session, blocks and last token of a prefill answer; None where they are missing or of no use."""
     blocks, tokens = _value(members, "cache_block_ids"), _value(members, "remote_token_ids")
@@ -149,7 +153,8 @@ def _session_of(cache_session_id: Any, identifier: Any) -> int | None:
     if _is_int(identifier):
         return int(identifier)
     text = identifier if isinstance(identifier, str) else ""
-    return int(text) if text.removeprefix("-").isdecimal() and text.isascii() else None
+    digits = text.removeprefix("-")
+    return int(text) if digits.isdecimal() and digits.isascii() and len(digits) <= SESSION_DIGITS else None
 
 
 def _is_int(value: object) -> bool:
@@ -157,7 +162,10 @@ def _is_int(value: object) -> bool:
 
 
 def _value(members: Members, name: str) -> Any:
-    return msgspec.json.decode(members[name]) if name in members else None
+    try:
+        return msgspec.json.decode(members[name]) if name in members else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # no UTF-8, or a number beyond all bounds
+        return None
 
 
 def with_header(request: EngineRequest) -> EngineRequest:

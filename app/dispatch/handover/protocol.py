@@ -17,7 +17,14 @@ from typing import Any
 from app.dispatch.answer import Answer, Begun, Broke, EngineRequest, Whole
 from app.dispatch.bodies import members_of
 from app.dispatch.caller import Caller, Leg, uncompressed
-from app.dispatch.handover.bodies import Members, Prefilled, check_splittable, read_prefilled, value_of
+from app.dispatch.handover.bodies import (
+    Members,
+    Prefilled,
+    check_one_prompt,
+    check_splittable,
+    read_prefilled,
+    value_of,
+)
 from app.dispatch.handover.merge import Known, merged
 from app.dispatch.pair import Pair
 from app.dispatch.retries import never_arrived
@@ -42,6 +49,9 @@ class Protocol(ABC):
     paths: frozenset[bytes] = frozenset((CHAT, COMPLETIONS))
     """What is split; requests to other paths go whole to a decode node."""
 
+    one_prompt = True
+    """Whether a hand-over is the cache of one prompt, so that a list of them can't be served."""
+
     def __init__(self, *, caller: Caller, figures: Handovers) -> None:
         self.caller = caller
         self.figures = figures
@@ -49,6 +59,8 @@ class Protocol(ABC):
     def check(self, members: Members) -> None:
         """Refuse what can't be served split. Raises BadRequest."""
         check_splittable(members)
+        if self.one_prompt:
+            check_one_prompt(members)
 
     @abstractmethod
     async def run(self, pair: Pair, request: EngineRequest) -> Answer:

@@ -24,6 +24,8 @@ ROOMS = 2**63
 class Sglang(Concurrent):
     """The protocol; one per worker."""
 
+    one_prompt = False  # a room for each
+
     def __init__(self, *, caller: Caller, figures: Handovers, bootstrap: Bootstrap) -> None:
         super().__init__(caller=caller, figures=figures)
         self._bootstrap = bootstrap
