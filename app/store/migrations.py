@@ -101,6 +101,11 @@ class Migrations:
         mine = msgspec.json.encode(msgspec.structs.replace(record, worker=self.worker)).decode()
         return mine if await self._swap(name, seen, mine) else None
 
+    async def give_back(self, name: str, seen: str, record: Migration, *, owner_lives: bool) -> None:
+        """Undo `take_over`: its owner's again, or nobody's, so that whoever looks next takes it."""
+        before = record if owner_lives else msgspec.structs.replace(record, worker="")
+        await self._swap(name, seen, msgspec.json.encode(before).decode())
+
     async def one(self, prefill: str, session: int) -> Migration | None:
         """A session's record; None where it has none."""
         text = await field_of(self._registry, self._keys.migrations, name_of(prefill, session))

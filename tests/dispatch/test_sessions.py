@@ -113,6 +113,21 @@ async def test_what_could_not_be_freed_is_left_for_whoever_looks_next(redis: Spa
         assert await noted(first) == set()
 
 
+async def test_what_the_collector_could_not_free_is_tried_again_by_whoever_looks_next(redis: Space) -> None:
+    async with serving(redis, 2) as (engines, (first, second)):
+        engines.failures["free", P0] = [EngineRefused("refused")] * 9
+        first.sessions.hold(P0, 7, decode=D0)
+        first.sessions.free_soon(P0, 7)
+        await aeventually(lambda: len(engines.failures["free", P0]) == 6)
+        await first.sessions.close()
+        for _ in range(2):
+            found = await second.sessions.collect(of_the_dead)
+            assert found == {"freed": [], "failed": [{"prefill": P0, "session": 7}]}
+        found = await first.sessions.collect(of_the_dead)
+        assert found == {"freed": [{"prefill": P0, "session": 7}], "failed": []}
+        assert await noted(first) == set()
+
+
 async def test_sessions_of_nodes_that_were_taken_out_are_freed_and_no_others(redis: Space) -> None:
     async with serving(redis) as (engines, (linker,)):
         for prefill, session, decode in ((P0, 1, D0), (P1, 2, D0), (P0, 3, D1)):

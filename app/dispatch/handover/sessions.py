@@ -169,6 +169,8 @@ class Sessions:
             await self._migrations.forget(name, mine)
             if not freed:
                 self._figures.count("sessions_lost")
+        else:  # this worker has taken it over, and nobody looks after what the living hold
+            await self._migrations.give_back(name, mine, record, owner_lives=owner_lives)
 
 
 async def quietly(work: Coroutine[Any, Any, object]) -> None:
