@@ -304,7 +304,8 @@ class Settings(BaseSettings):
     breaker_failures: Annotated[int, Ge(1)] = Field(
         5,
         description="Failures of a node in a row, over all workers, after which it gets no traffic for a while: failed "
-        "connections, silence before the first byte, 500, 502, 503, 504.",
+        "connections, silence before the first byte, 502, 503, 504, and 500 where another node then serves the "
+        "request.",
     )
     breaker_open_s: Wait = Field(
         10.0, description="Seconds of that while; twice as long each time in a row, at most 60. Then one trial."

@@ -89,7 +89,9 @@ class Caller:
                 self._registry.refused(url)
             self._breakers.failed(url, e)
             raise
-        if speaks_against(response.status):
+        if response.status == 500:
+            self._breakers.left(url)  # the node's fault or the request's: another node's answer will tell
+        elif speaks_against(response.status):
             self._breakers.failed(url, response.status)
         else:
             self._breakers.answered(url)

@@ -57,14 +57,20 @@ class Hybrid:
         retries = Retries(self._retries, self._budget, server_errors=retry_500)
         held = await self._take(request.model)
         tried: list[str] = []
+        doubted: list[str] = []  # they answered 500: if another can serve the request, it was their fault
         while True:
             answer: Answer | None = None
             failure: UpstreamError | int
             try:
                 answer = await held.send(request)
                 if not retries.concerns(answer.status):
+                    if answer.status < 400:
+                        for url in doubted:
+                            self._breakers.failed(url, 500)
                     return answer
                 failure = answer.status
+                if failure == 500:
+                    doubted.append(held.url)
             except UpstreamError as e:
                 failure = e
             tried.append(held.url)

@@ -371,3 +371,24 @@ async def test_the_wanted_node_is_wanted_only_while_it_is_a_candidate() -> None:
     world.all_is_over()
     with pytest.raises(NoNodeAvailable, match="is alive"):
         await world.hybrid.take_among(MODEL, (D1,))
+
+
+@pytest.mark.parametrize(
+    ("failures", "told"),
+    [((500,), 1), ((500, 500), 0), ((500, 503), 1), ((503, 500), 1), ((503,), 0), ((), 0)],
+    ids=str,
+)
+async def test_r19_a_500_is_the_nodes_fault_where_another_can_serve_the_request(
+    failures: tuple[int, ...], told: int
+) -> None:
+    noted: list[tuple[str, Any]] = []
+
+    class Noting(FakeBreakers):
+        def failed(self, url: str, outcome: Any) -> None:
+            noted.append((url, outcome))
+
+    world = World(breakers=Noting())
+    world.fail(*failures)
+    status, _ = await world.answer()
+    # The fake caller tells of no status itself, so all of these are the failover's.
+    assert [outcome for _, outcome in noted] == [500] * (told if status == 200 else 0)

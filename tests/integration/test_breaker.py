@@ -89,7 +89,7 @@ def test_it_opens_on_the_fifth_failure_in_a_row_over_all_workers(stage: Stage) -
 
 @pytest.mark.parametrize(
     "fault",
-    [{"reset_on_accept": True}, {"eof_after": -1}, SEEN["silence"], {"refuse": True}, {"status": 500}, {"status": 503}],
+    [{"reset_on_accept": True}, {"eof_after": -1}, SEEN["silence"], {"refuse": True}, {"status": 503}],
 )
 def test_what_opens_it(stage: Stage, fault: dict[str, Any]) -> None:
     engine = unprobed(stage, **fault)
