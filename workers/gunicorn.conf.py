@@ -23,11 +23,9 @@ import gunicorn.app.base
 _ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(_ROOT):  # the working directory may hold an `app` of its own
     sys.path.insert(0, str(_ROOT))
-# gunicorn reads this file again at SIGHUP: what is ours is then imported anew.
-for _module in [name for name in sys.modules if name.partition(".")[0] in ("app", "workers")]:
-    del sys.modules[_module]
 
-import app.main  # once here, for all workers: they start faster and share the memory
+# Once here, for all workers: they start faster and share the memory. Anew at SIGHUP: `Master.reload` sees to that.
+import app.main
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
 from app.settings import Settings, misspelt_variables

@@ -95,6 +95,7 @@ class Master(Arbiter):  # type: ignore[misc]
         """Read code and settings again; the workers are replaced one by one, as `manage_workers` comes to it."""
         self._stats["reloads"] += 1
         before = self._before_reload or Before(self)
+        forget_our_modules()  # so that the configuration imports them anew
         try:
             self.app.reload()
         except (SystemExit, Exception) as e:
@@ -125,8 +126,7 @@ class Before:
         self._environment = dict(os.environ)
 
     def restore(self, master: Master) -> None:
-        for name in our_modules():
-            del sys.modules[name]
+        forget_our_modules()
         sys.modules.update(self._modules)
         os.environ.clear()
         os.environ.update(self._environment)
@@ -136,3 +136,8 @@ class Before:
 
 def our_modules() -> dict[str, ModuleType]:
     return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in OURS}
+
+
+def forget_our_modules() -> None:
+    for name in our_modules():
+        del sys.modules[name]
