@@ -36,6 +36,19 @@ SEEN: dict[str, dict[str, Any]] = {
     "silence": {"blackhole": True, "only_for": ONLY_CHATS},
 }
 
+N, OPEN_S, FIRST_BYTE_S = 5, 1.0, 1.0  # N: failures that open a breaker, the default
+BREAKER_FLEET = {
+    "masters": 2,
+    "workers": 2,
+    "settings": {
+        "breaker_open_s": OPEN_S,
+        "first_byte_timeout_s": FIRST_BYTE_S,
+        "connect_timeout_s": 0.5,
+        "probe_interval_s": 60,
+        "probe_timeout_s": 600,
+    },
+}
+
 
 @contextlib.contextmanager
 def ranked(stage: Stage, *faults: dict[str, Any], **knobs: Any) -> Iterator[list[SimulatedEngine]]:

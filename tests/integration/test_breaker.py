@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 from tests.integration.failing import (
+    BREAKER_FLEET,
+    OPEN_S,
     SEEN,
+    N,
     becomes,
     breaker,
     failures,
@@ -31,15 +34,7 @@ from tests.integration.stage import Lane, Stage, lanes
 from tests.support.engine import SimulatedEngine
 from tests.support.wait import eventually
 
-N, OPEN_S, FIRST_BYTE_S = 5, 1.0, 1.0
-SETTINGS = {
-    "breaker_open_s": OPEN_S,
-    "first_byte_timeout_s": FIRST_BYTE_S,
-    "connect_timeout_s": 0.5,
-    "probe_interval_s": 60,
-    "probe_timeout_s": 600,
-}
-FLEET = {"masters": 2, "workers": 2, "settings": SETTINGS}
+FLEET = BREAKER_FLEET
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -8,7 +8,11 @@ from __future__ import annotations
 import pytest
 
 from tests.integration.failing import (
+    BREAKER_FLEET,
+    FIRST_BYTE_S,
     ONLY_CHATS,
+    OPEN_S,
+    N,
     asked,
     becomes,
     breaker,
@@ -25,15 +29,7 @@ from tests.integration.stage import Stage, beside, start
 from tests.support import load
 from tests.support.wait import eventually
 
-N, OPEN_S, FIRST_BYTE_S = 5, 1.0, 1.0
-SETTINGS = {
-    "breaker_open_s": OPEN_S,
-    "first_byte_timeout_s": FIRST_BYTE_S,
-    "connect_timeout_s": 0.5,
-    "probe_interval_s": 60,
-    "probe_timeout_s": 600,
-}
-FLEET = {"masters": 2, "workers": 2, "settings": SETTINGS}
+FLEET = BREAKER_FLEET
 
 
 pytestmark = pytest.mark.timeout(120)  # the first test of the scenarios waits for all of them

@@ -13,7 +13,7 @@ from app.nodes import Breaker, Node, Role, State
 from app.store import last_known as module
 from app.store.last_known import LastKnown
 from app.store.snapshot import Snapshot
-from tests.store.harness import Worker
+from tests.store.harness import Worker, held_by
 from tests.support.redis import PrivateRedis, Space
 from tests.support.wait import aeventually
 
@@ -140,7 +140,7 @@ async def test_it_serves_what_the_host_knew_and_goes_by_redis_when_it_is_there(t
         assert set(worker.registry.snapshot.nodes) == {A, B}
         assert worker.registry.snapshot.engine_keys == {A: "sk-secret"}
         tickets = await worker.take(4, "m")
-        assert totals_of(worker) == {A: 2, B: 2}
+        assert held_by([worker]) == {A: 2, B: 2}
         server.start()  # as it was: but meanwhile another host has removed one of them
         async with Worker(space.url, "n", "other") as other:
             await other.registry.refresh()
@@ -202,7 +202,3 @@ async def test_nodes_that_settings_name_are_assumed_only_until_redis_is_there() 
         assert not worker.registry.snapshot.nodes
         assert space.cli("EXISTS", space.key("nodes")) == 0
         await worker.__aexit__(None, None, None)
-
-
-def totals_of(worker: Worker) -> dict[str, int]:
-    return dict(sorted(worker.ledger.counts.items()))
