@@ -204,7 +204,10 @@ def test_nixl_asks_prefill_for_a_place(path: bytes, limit: str) -> None:
 
 
 def test_nixl_decode_gets_the_clients_request_with_the_whole_object_that_prefill_named() -> None:
-    named = b'{"remote_block_ids" : [[1,2]], "remote_port":5600 , "new_field": {"a":1.50}}'
+    named = (
+        b'{"do_remote_prefill":true, "remote_block_ids" : [[1,2]], "remote_engine_id":"e","remote_host":"h", '
+        b'"remote_port":5600 , "new_field": {"a":1.50}}'
+    )
     protocol = Nixl(**World().parts, lease_s=30, recompute=True)
     prefilled = read_prefilled(whole(b'{"kv_transfer_params": ' + named + b"}"))
     client = {**CLIENT, "kv_transfer_params": {"remote_host": "evil"}}

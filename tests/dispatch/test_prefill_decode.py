@@ -498,6 +498,22 @@ NO_PLACE = [
     b'{"kv_transfer_params":null}',
     b'{"kv_transfer_params": {} }',
     b'{"id":"x","kv_transfer_params":{\n}}',
+    *(b'{"kv_transfer_params":%s}' % shape for shape in (b'"x"', b"[1]", b"3", b"false", b"[" * 900 + b"]" * 900)),
+    # Source: vLLM's NixlConnector. Without one of these its decode engine fetches nothing.
+    *(
+        json.dumps({"kv_transfer_params": {k: v for k, v in PARAMS.items() if k != name}}).encode()
+        for name in ("do_remote_prefill", "remote_block_ids", "remote_engine_id", "remote_host", "remote_port")
+    ),
+    *(
+        json.dumps({"kv_transfer_params": PARAMS | wrong}).encode()
+        for wrong in (
+            {"remote_block_ids": None},
+            {"remote_engine_id": None},
+            {"remote_host": 7},
+            {"remote_port": "5600"},
+            {"do_remote_prefill": False},  # what prefill was asked, said back
+        )
+    ),
 ]
 
 
@@ -519,6 +535,15 @@ async def test_where_prefill_names_no_place_it_can_be_a_502_instead(said: bytes)
     assert caught.value.status == 502
     assert world.called == [P0] and world.ledger.unfinished == {}
     assert world.figures.counts == {"missing_params": 1}
+
+
+@pytest.mark.parametrize("less", [{"remote_block_ids": []}, {"remote_request_id": None}, {"tp_size": None}])
+async def test_what_older_engines_leave_out_is_not_missed(less: Json) -> None:
+    world = World(by=nixl(recompute=False))
+    params = {name: value for name, value in (PARAMS | less).items() if value is not None}
+    world.caller.behaviour[P0] = lambda call: json.dumps({"kv_transfer_params": params}).encode()
+    assert await world.served() == D0
+    assert world.caller.to(D0)[0].body["kv_transfer_params"] == params and not world.figures.counts
 
 
 # --- decode fails -----------------------------------------------------------------------------------

@@ -11,6 +11,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
+from msgspec import Raw
+
 from app.dispatch.caller import Caller
 from app.dispatch.handover.bodies import Members, Prefilled, for_prefill, with_values
 from app.dispatch.handover.protocol import CHAT, COMPLETIONS, RESPONSES, Handed, Sequential
@@ -47,11 +50,32 @@ class Nixl(Sequential):
 
     def hand(self, pair: Pair, members: Members, prefilled: Prefilled) -> Handed:
         params = prefilled.members.get("kv_transfer_params")
-        if params is None or bytes(params).translate(None, b" \t\r\n") in (b"null", b"{}"):
-            self.handed_nothing(pair.prefill.url, "kv_transfer_params", fatal=not self._recompute)
+        if params is None or not _names_a_place(params):
+            self.handed_nothing(pair.prefill.url, "usable kv_transfer_params", fatal=not self._recompute)
             return Handed(prefilled, with_values(members, {}))
         body = with_values(members | {"kv_transfer_params": params}, {})
         return _Leased(prefilled, body, self.figures, valid_until_s=time.monotonic() + self._lease_s)
+
+
+class _Place(msgspec.Struct):
+    """What decode needs; what stands beside it differs by version.
+
+    Source: vLLM, NixlConnector's scheduler, `request_finished` (prefill) and `update_state_after_alloc` (decode). No
+    blocks at all is an answer too: older versions give none for a prompt that is shorter than a block.
+    """
+
+    do_remote_prefill: bool
+    remote_engine_id: str
+    remote_block_ids: list[Any]
+    remote_host: str
+    remote_port: int
+
+
+def _names_a_place(params: Raw) -> bool:
+    try:
+        return msgspec.json.decode(params, type=_Place).do_remote_prefill
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
 
 
 class _Leased(Handed):
