@@ -119,7 +119,8 @@ class MooncakeEngine(PdEngine):
         if engine_id not in engine.engine_ids:
             need(engine_id in self.fabric.former, f"no engine {engine_id} at {address}")
             self.stale.append(record.id)
-            return answers.error(500, f"engine id {engine_id} is of before a restart", "stale_engine_id")
+            message = f"engine id {engine_id} is of before a restart"
+            return answers.error(self.pd.stale_status, message, "stale_engine_id")
         prompt = rules.prompt_of(body)
         self._check(engine, key, engine_id, record, prompt)
         if dry:

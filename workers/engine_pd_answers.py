@@ -32,6 +32,7 @@ class PdKnobs(Knobs):
     with_params: bool = True  # NIXL prefill answers kv_transfer_params
     finish: str = ""  # prefill's finish_reason instead of "length": then nothing is handed over
     ranks: int = 1  # data-parallel ranks of a Mooncake prefill engine
+    stale_status: int = 500  # what a Mooncake decode engine answers to an engine id of before a restart
 
 
 def speak(knobs: PdKnobs, leg: Leg, path: str, body: Body, record: Record, usage: Body, more: Body) -> Answer:

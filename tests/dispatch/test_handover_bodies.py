@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -519,7 +520,7 @@ class Engines:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if self.gate is not None:
             await self.gate.wait()
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
@@ -606,6 +607,64 @@ async def test_mooncakes_server_is_asked_once_for_all_and_again_after_a_restart_
     await legs_of(protocol, {"model": "m"})
     assert len(engines.asked) == 3
     protocol.failed("http://unknown:1")
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead_s = 0.0
+        real = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: real() + self.ahead_s)
+
+
+async def engine_told(protocol: Mooncake) -> str:
+    await asyncio.sleep(0.01)  # for what runs in the background
+    told: str = json.loads((await legs_of(protocol, {"model": "m"})).decode.body)["kv_transfer_params"][
+        "remote_engine_id"
+    ]
+    return told
+
+
+async def test_after_a_refusal_mooncakes_server_is_asked_beside_the_requests_once_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    engines = Engines(ONE, {"0": {"engine_id": "e-new"}}, EngineRefused("refused"), {"0": {"engine_id": "e-newer"}})
+    protocol, _ = mooncake(engines)
+    protocol.refused(P0)  # of which nothing is known yet
+    assert await engine_told(protocol) == "e-0"
+    clock.ahead_s += 0.9
+    protocol.refused(P0)
+    assert await engine_told(protocol) == "e-0" and len(engines.asked) == 1
+    clock.ahead_s += 0.2
+    engines.gate = asyncio.Event()
+    for _ in range(5):
+        protocol.refused(P0)
+    assert await engine_told(protocol) == "e-0" and len(engines.asked) == 2, "nobody waits for it"
+    clock.ahead_s += 1.1
+    protocol.refused(P0)
+    assert await engine_told(protocol) == "e-0" and len(engines.asked) == 2, "it is being asked"
+    engines.gate.set()
+    assert await engine_told(protocol) == "e-new"
+    protocol.refused(P0)
+    assert await engine_told(protocol) == "e-new" and len(engines.asked) == 3, "where there is no answer"
+    clock.ahead_s += 1.1
+    protocol.refused(P0)
+    await asyncio.sleep(0.01)
+    assert await engine_told(protocol) == "e-newer" and len(engines.asked) == 4
+
+
+@pytest.mark.parametrize("fault", [EngineRefused("refused"), asyncio.CancelledError()], ids=["fails", "is cancelled"])
+async def test_mooncakes_question_that_fails_after_all_have_left_is_asked_again(fault: BaseException) -> None:
+    engines = Engines(fault, ONE)
+    engines.gate = asyncio.Event()
+    protocol, _ = mooncake(engines)
+    task = asyncio.create_task(legs_of(protocol, {"model": "m"}))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    engines.gate.set()
+    await asyncio.sleep(0.01)
+    assert await engine_told(protocol) == "e-0"
 
 
 async def test_mooncakes_failed_question_is_asked_again_by_the_next() -> None:

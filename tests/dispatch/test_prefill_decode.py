@@ -78,6 +78,7 @@ class Both(Concurrent):
         super().__init__(**parts)
         self.attempts = itertools.count()
         self.failures: list[str] = []
+        self.refusals: list[str] = []
 
     async def legs(self, pair: Pair, request: EngineRequest, members: Members) -> Legs:
         attempt = {"attempt": next(self.attempts)}
@@ -87,6 +88,9 @@ class Both(Concurrent):
 
     def failed(self, url: str) -> None:
         self.failures.append(url)
+
+    def refused(self, url: str) -> None:
+        self.refusals.append(url)
 
 
 def nixl(*, lease_s: float = 30, recompute: bool = True) -> Callable[..., Protocol]:
@@ -361,7 +365,8 @@ async def test_r60_prefills_own_failure_is_the_answer_and_decode_is_not_called_o
     assert world.ledger.unfinished == {} and world.ledger.latencies[P0] == 0
     assert dict(+world.ledger.rows_ended) == ({P0: 1} if status < 500 else {}), "a row of failures ends, or goes on"
     if by is Both:
-        assert world.protocol.failures == ([P0] if status >= 500 else [])
+        told = (world.protocol.failures, world.protocol.refusals)
+        assert told == (([P0], []) if status >= 500 else ([], [P0]))
 
 
 MAY_HAVE_BEGUN = [EngineTimeout("slow", stage="first_byte"), EngineBroke("reset"), 500, 502, 503, 504]
@@ -701,7 +706,10 @@ async def test_r47_decodes_own_failure_is_the_answer(by: Callable[..., Protocol]
     await turns()
     assert world.ledger.unfinished == {} and world.ledger.latencies[D0] == 0
     assert world.ledger.rows_ended[D0] == (status < 500)
-    if by is not Both:
+    if by is Both:
+        told = (world.protocol.failures, world.protocol.refusals)
+        assert told == (([P0], []) if status >= 500 else ([], [P0]))
+    else:
         assert world.figures.counts == {"sessions_lost": 1}
 
 

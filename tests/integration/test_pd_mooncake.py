@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -205,12 +206,21 @@ def test_a_prefill_that_restarted_is_asked_for_its_new_engine_id(floor: PdFloor,
     assert ids == {p.pd.engine_ids[0]}, "on all workers"
 
 
-def test_a_restart_that_nobody_told_of_costs_a_moment_and_not_for_ever(floor: PdFloor) -> None:
+@pytest.mark.parametrize("status", [500, 400])
+def test_a_restart_that_nobody_told_of_costs_a_moment_and_not_for_ever(floor: PdFloor, status: int) -> None:
     """Too quick for the prober, and not registered again: the engine's refusal is how it is noticed."""
-    p, _ = floor.pair(prefill={"lease_s": 0.5})
+    p, _ = floor.pair(prefill={"lease_s": 0.5}, decode={"stale_status": status})
     assert all(floor.chat().ok for _ in range(2 * WORKERS))
     p.restart()
     eventually(lambda: all(floor.chat().ok for _ in range(2 * WORKERS)), within_s=5)
+
+
+def test_a_clients_own_errors_hardly_cost_the_bootstrap_server_a_question(floor: PdFloor) -> None:
+    p, _ = floor.pair(prefill={"lease_s": 0.5}, decode={"status": 400})
+    begun_s = time.monotonic()
+    answers = asyncio.run(floor.many(40, concurrency=4))
+    assert {answer.status for answer in answers} == {400}
+    assert len(p.queries) <= WORKERS * (1 + int(time.monotonic() - begun_s)), "one a second in each worker"
 
 
 @pytest.mark.parametrize("fault", [{"status": 503}, {"refuse": True}], ids=["503", "refuses"])

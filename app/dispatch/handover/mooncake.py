@@ -1,6 +1,7 @@
 """vLLM's Mooncake connector: both legs at once, matched by a transfer id.
 
-Prefill's engine ids come from its bootstrap server, asked once in a node's life: a restart has new ones.
+Prefill's engine ids come from its bootstrap server, asked once in a node's life: a restart has new ones. One that
+nobody saw shows in a failed hand-over, after which the server is asked again.
 
 Source: examples/online_serving/disaggregated_serving/mooncake_connector/ in vLLM.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+import time
 from dataclasses import replace
 
 from app.dispatch.answer import EngineRequest
@@ -24,7 +26,22 @@ from app.store.handovers import Handovers
 from app.upstream.management import EngineClient
 
 QUERY_TIMEOUT_S = 5.0
+ASK_AGAIN_S = 1.0
+"""Of one prefill node after requests that were refused, however many those are."""
 RANK = b"x-data-parallel-rank"
+
+Engines = dict[int, str]
+"""Engine id by data-parallel rank."""
+
+
+class _Known:
+    """The engines of one life of a prefill node: the question, one for all who want to know, and the next one."""
+
+    def __init__(self, life: object, question: asyncio.Task[Engines]) -> None:
+        self.life = life
+        self.question = question
+        self.again: asyncio.Task[Engines] | None = None
+        self.asked_s = time.monotonic()
 
 
 class Mooncake(Concurrent):
@@ -36,8 +53,7 @@ class Mooncake(Concurrent):
         super().__init__(caller=caller, figures=figures)
         self._bootstrap = bootstrap
         self._engines = engines
-        # Prefill URL -> its life, and the question: rank -> engine id. One question for all who want to know.
-        self._known: dict[str, tuple[object, asyncio.Task[dict[int, str]]]] = {}
+        self._known: dict[str, _Known] = {}  # by prefill URL
 
     async def legs(self, pair: Pair, request: EngineRequest, members: Members) -> Legs:
         url = pair.prefill.url
@@ -66,22 +82,30 @@ class Mooncake(Concurrent):
     def failed(self, url: str) -> None:
         # It may have restarted unseen, so that its ids are others now.
         known = self._known.get(url)
-        if known is not None and known[1].done():
+        if known is not None and known.question.done():
             del self._known[url]
 
-    async def _engines_of(self, url: str) -> dict[int, str]:
+    def refused(self, url: str) -> None:
+        # The same, or the request's own fault: then nobody may wait for the answer, or suffer where there is none.
+        known = self._known.get(url)
+        if known is None or not known.question.done() or time.monotonic() - known.asked_s < ASK_AGAIN_S:
+            return
+        if known.again is None or known.again.done():
+            known.asked_s = time.monotonic()
+            known.again = asyncio.create_task(self._query(url), name="bootstrap query")
+            known.again.add_done_callback(lambda again: _take_over(known, again))
+
+    async def _engines_of(self, url: str) -> Engines:
         life = self._bootstrap.life_of(url)
         known = self._known.get(url)
-        if known is None or known[0] != life:
+        if known is None or known.life != life:
             self._known = {other: of for other, of in self._known.items() if self._bootstrap.knows(other)}
-            known = self._known[url] = (life, asyncio.create_task(self._query(url), name="bootstrap query"))
-        try:
-            return await asyncio.shield(known[1])
-        except UpstreamError:
-            self._forget(url, known[1])
-            raise
+            known = self._known[url] = _Known(life, asyncio.create_task(self._query(url), name="bootstrap query"))
+            # Not by whoever waits for it: they may all have left by then.
+            known.question.add_done_callback(lambda question: self._forget_failed(url, question))
+        return await asyncio.shield(known.question)
 
-    async def _query(self, url: str) -> dict[int, str]:
+    async def _query(self, url: str) -> Engines:
         address = self._bootstrap.address_of(url)
         server = f"the bootstrap server {address} of prefill node {url}"
         try:
@@ -92,14 +116,24 @@ class Mooncake(Concurrent):
             e.message = f"{e.message.replace(f'engine {address}', server)} (its port: --bootstrap-port)"
             raise
 
-    def _forget(self, url: str, task: asyncio.Task[dict[int, str]]) -> None:
-        if self._known.get(url, (0, None))[1] is task:
+    def _forget_failed(self, url: str, question: asyncio.Task[Engines]) -> None:
+        known = self._known.get(url)
+        if not _answered(question) and known is not None and known.question is question:
             del self._known[url]
 
 
-def _read_engines(server: str, found: object) -> dict[int, str]:
-    """Engine id by data-parallel rank. Raises EngineProtocolError."""
-    engines: dict[int, str] = {}
+def _take_over(known: _Known, again: asyncio.Task[Engines]) -> None:
+    if _answered(again):
+        known.question = again
+
+
+def _answered(question: asyncio.Task[Engines]) -> bool:
+    return not question.cancelled() and question.exception() is None
+
+
+def _read_engines(server: str, found: object) -> Engines:
+    """Raises EngineProtocolError."""
+    engines: Engines = {}
     for rank, entry in found.items() if isinstance(found, dict) else ():
         identifier = entry.get("engine_id") if isinstance(entry, dict) else None
         if rank.isdecimal() and isinstance(identifier, str):

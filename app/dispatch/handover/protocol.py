@@ -288,6 +288,9 @@ class Concurrent(Protocol):
     def failed(self, url: str) -> None:
         """A hand-over by the prefill node at `url` failed, at whichever end."""
 
+    def refused(self, url: str) -> None:
+        """The same by an engine's 4xx, so that it is most likely the request's own fault."""
+
     async def run(self, pair: Pair, request: EngineRequest) -> Answer:
         members = members_of(request.body)
         self.check(members)
@@ -307,7 +310,9 @@ class Concurrent(Protocol):
             except UpstreamError as e:
                 failure = e
                 again = await pair.retries.may(failure)
-            if not isinstance(failure, int) or failure >= 500:  # what is below is the request's own fault
+            if isinstance(failure, int) and failure < 500:
+                self.refused(prefill)
+            else:
                 self.failed(prefill)
             again = again and await pair.replace(url) and (pair.prefill.held or await pair.prefill_again())
             if again:
