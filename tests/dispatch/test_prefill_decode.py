@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -228,6 +228,85 @@ async def test_without_a_stream_prefills_answer_is_waited_for_a_moment_and_no_lo
     world.caller.behaviour[P0] = hangs
     answer = await asyncio.wait_for(world.ask({**CLIENT, "stream": False}), 5)
     assert answer.status == 200
+    answer.close(Outcome.OK)
+    await turns()
+    assert world.ledger.unfinished == {}
+
+
+def usage_of(prompt: int, completion: int, cached: int) -> Json:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+OF_PREFILL, OF_DECODE = usage_of(11, 1, 4), usage_of(12, 7, 12)
+RIGHT = usage_of(11, 7, 4)
+SAID_LATE = json.dumps({"choices": [], "usage": OF_PREFILL}).encode()
+FIRST, LAST = b'data: {"choices":[{}]}\n\n', b'data: {"choices":[],"usage":%s}\n\n' % json.dumps(OF_DECODE).encode()
+
+
+def told(event: bytes) -> Json:
+    usage: Json = json.loads(event.removeprefix(b"data: "))["usage"]
+    return usage
+
+
+async def test_figures_of_a_stream_wait_for_prefills_answer_and_nothing_else_does() -> None:
+    world = World(by=Both)
+    world.caller.kind = b"text/event-stream"
+    says = asyncio.Event()
+    world.caller.behaviour = {P0: waits_for(says, SAID_LATE), D0: lambda call: FIRST}
+    answer = await world.ask()
+    world.caller.responses[0].body += [LAST, b"data: [DONE]\n\n"]
+    assert await asyncio.wait_for(answer.read(), 1) == FIRST
+    last = asyncio.create_task(answer.read())
+    await turns()
+    assert not last.done()
+    says.set()
+    assert told(await last) == RIGHT
+    assert await answer.read() == b"data: [DONE]\n\n"
+    answer.close(Outcome.OK)
+    assert world.ledger.unfinished == {} and world.ledger.latencies == {P0: 1, D0: 1}
+
+
+async def test_without_a_stream_too_though_decodes_whole_answer_is_here() -> None:
+    world = World(by=Both)
+    says = asyncio.Event()
+    whole = json.dumps({"choices": [], "usage": OF_DECODE}).encode()
+    world.caller.behaviour = {P0: waits_for(says, SAID_LATE), D0: lambda call: whole}
+    task = world.begin({**CLIENT, "stream": False})
+    await turns()
+    assert not task.done()
+    says.set()
+    answer = await task
+    assert json.loads(await answer.read())["usage"] == RIGHT
+    answer.close(Outcome.OK)
+
+
+@pytest.mark.parametrize("late", [hangs, lambda call: (500, b"{}")], ids=["hangs", "fails"])
+async def test_figures_that_prefill_does_not_say_soon_are_decodes_own_and_waited_for_once(
+    late: Callable[[Call], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol_module, "DRAIN_S", 0.05)
+    world = World(by=Both)
+    world.caller.kind = b"text/event-stream"
+    decode_speaks = asyncio.Event()
+
+    async def fails_after_it(call: Call) -> Any:
+        await decode_speaks.wait()
+        await turns()
+        result = late(call)
+        return await result if isinstance(result, Awaitable) else result
+
+    world.caller.behaviour = {P0: fails_after_it, D0: lambda call: LAST}
+    answer = await world.ask()
+    world.caller.responses[0].body += [LAST] * 100
+    decode_speaks.set()
+    async with asyncio.timeout(2):  # of 5 s if each of them waited
+        for _ in range(101):
+            assert told(await answer.read()) == OF_DECODE
     answer.close(Outcome.OK)
     await turns()
     assert world.ledger.unfinished == {}

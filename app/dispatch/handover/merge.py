@@ -8,7 +8,7 @@ for byte. It must not know how nodes are chosen.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -29,15 +29,22 @@ _FIGURES = re.compile(rb'"(?:usage|meta_info)"\s*:\s*\{').search
 Known = Callable[[], Prefilled | None]
 """What prefill said, once it is known."""
 
+Wait = Callable[[], Awaitable[object]]
+"""Waits until that is known, or no longer worth it."""
 
-async def merged(response: Response, known: Known, *, url: str) -> Response:
-    """The answer of decode with prefill's figures in it; as it is where it can't be read."""
+
+async def merged(response: Response, known: Known, *, url: str, wait: Wait | None = None) -> Response:
+    """The answer of decode with prefill's figures in it; as it is where it can't be read.
+
+    Args:
+        wait: awaited before figures pass; None: prefill has said what it has to say.
+    """
     headers = dict(response.headers)
     if response.status != 200 or headers.get(b"content-encoding", b"identity") != b"identity":
         return response
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if kind == b"text/event-stream":
-        return _Stream(response, known)
+        return _Stream(response, known, wait)
     if kind != b"application/json":
         return response
     body = bytearray()
@@ -45,8 +52,10 @@ async def merged(response: Response, known: Known, *, url: str) -> Response:
         body += chunk
         if len(body) > LIMIT_BYTES:
             return Begun(response, bytes(body))
-    response.close()
+    if wait is not None:
+        await wait()
     prefilled = known()
+    response.close()
     whole = bytes(body) if prefilled is None else put_right(bytes(body), prefilled)
     return Whole(url, response.status, _with_length(response.headers, len(whole)), whole)
 
@@ -54,11 +63,12 @@ async def merged(response: Response, known: Known, *, url: str) -> Response:
 class _Stream:
     """Events pass as they come; one that holds figures is held back until its line is complete."""
 
-    def __init__(self, response: Response, known: Known) -> None:
+    def __init__(self, response: Response, known: Known, wait: Wait | None) -> None:
         self.status = response.status
         self.headers = response.headers
         self._response = response
         self._known = known
+        self._wait = wait
         self._held = bytearray()
         self._ended = False
         self._too_long = False
@@ -69,7 +79,7 @@ class _Stream:
             if not chunk:
                 self._ended = True
                 return bytes(self._held)  # an incomplete line is no event
-            passed = self._feed(chunk)
+            passed = await self._feed(chunk)
             if passed:
                 return passed
         return b""
@@ -77,7 +87,7 @@ class _Stream:
     def close(self) -> None:
         self._response.close()
 
-    def _feed(self, chunk: bytes) -> bytes:
+    async def _feed(self, chunk: bytes) -> bytes:
         self._held += chunk
         end = max(self._held.rfind(b"\n"), self._held.rfind(b"\r")) + 1
         lines = bytes(self._held[:end])
@@ -87,16 +97,18 @@ class _Stream:
             first, lines, self._too_long = lines[:at], lines[at:], False
         else:
             first = b""
-        passed = first + self._put_right(lines)
+        passed = first + await self._put_right(lines)
         if len(self._held) > LINE_LIMIT_BYTES or self._too_long:
             self._too_long = True
             passed += bytes(self._held)
             self._held.clear()
         return passed
 
-    def _put_right(self, lines: bytes) -> bytes:
+    async def _put_right(self, lines: bytes) -> bytes:
         if not _FIGURES(lines):
             return lines
+        if self._wait is not None:
+            await self._wait()
         prefilled = self._known()
         if prefilled is None:
             return lines

@@ -23,9 +23,8 @@ from app.dispatch.handover.bodies import (
     check_one_prompt,
     check_splittable,
     read_prefilled,
-    value_of,
 )
-from app.dispatch.handover.merge import Known, merged
+from app.dispatch.handover.merge import Known, Wait, merged
 from app.dispatch.pair import Pair
 from app.dispatch.retries import never_arrived
 from app.dispatch.seldom import Seldom
@@ -38,7 +37,7 @@ log = logging.getLogger("evenhand.dispatch")
 PREFILL_ANSWER_LIMIT_BYTES = 64 * 2**20
 REFUSAL_LIMIT_BYTES = 2**20
 DRAIN_S = 1.0
-"""How long an answer without a stream waits for prefill's, which ends before decode begins."""
+"""How long figures of decode's answer wait for prefill's, which computes nothing after decode has begun."""
 
 CHAT, COMPLETIONS, RESPONSES = b"/v1/chat/completions", b"/v1/completions", b"/v1/responses"
 
@@ -299,7 +298,7 @@ class Concurrent(Protocol):
             answer: Answer | None = None
             failure: UpstreamError | int
             try:
-                answer = await self._race(pair, await self.legs(pair, request, members), members)
+                answer = await self._race(pair, await self.legs(pair, request, members))
                 if answer.status < 400:
                     return answer
                 url, failure = answer.url, answer.status
@@ -323,7 +322,7 @@ class Concurrent(Protocol):
             pair.give_back(answer)
             return answer
 
-    async def _race(self, pair: Pair, legs: Legs, members: Members) -> Answer:
+    async def _race(self, pair: Pair, legs: Legs) -> Answer:
         """The answer: decode's, or that of the leg that failed first; the other leg is ended then."""
         prefill = asyncio.create_task(self._prefill_leg(pair, legs.prefill), name="prefill")
         decode = asyncio.create_task(self._decode_leg(pair, legs.decode), name="decode")
@@ -349,19 +348,16 @@ class Concurrent(Protocol):
             raise
         finally:
             pair.handed_over()
-        return await self._beside(pair, members, response, prefill)
+        return await self._beside(pair, response, prefill)
 
-    async def _beside(self, pair: Pair, members: Members, response: Response, prefill: asyncio.Task[Whole]) -> Answer:
+    async def _beside(self, pair: Pair, response: Response, prefill: asyncio.Task[Whole]) -> Answer:
         """Decode answers; prefill's own answer is read to its end beside it, and not for longer."""
         ticket = pair.prefill
         prefill.add_done_callback(lambda task: ticket.release(succeeded=_succeeded(task)))
         both = _Both(response, prefill)
+        said = lambda: self._said(prefill)  # noqa: E731
         try:
-            if value_of(members, "stream") is not True or value_of(members, "return_logprob"):
-                # What prefill has to say is wanted in the answer, and it is about to say it.
-                await asyncio.wait((prefill,), timeout=DRAIN_S)
-            said = lambda: self._said(prefill)  # noqa: E731
-            return await finish(pair, both, said, url=pair.decode.url, broke=self.caller.broke)
+            return await finish(pair, both, said, url=pair.decode.url, broke=self.caller.broke, wait=both.drain)
         except BaseException:
             both.close()
             raise
@@ -408,6 +404,13 @@ class _Both:
         self.headers = response.headers
         self._response = response
         self._prefill = prefill
+        self._drained = False
+
+    async def drain(self) -> None:
+        """Wait for prefill's answer, once, and no longer than it takes to arrive."""
+        if not self._drained:
+            self._drained = True
+            await asyncio.wait((self._prefill,), timeout=DRAIN_S)
 
     async def read(self) -> bytes:
         return await self._response.read()
@@ -417,13 +420,15 @@ class _Both:
         self._response.close()
 
 
-async def finish(pair: Pair, response: Response, known: Known, *, url: str, broke: Broke) -> Answer:
+async def finish(
+    pair: Pair, response: Response, known: Known, *, url: str, broke: Broke, wait: Wait | None = None
+) -> Answer:
     """The answer for the client: decode's, of the node at `url`, with prefill's figures where it shows any.
 
-    `broke` is told where it breaks off, here or in the client's hands.
+    `broke` is told where it breaks off, here or in the client's hands; `wait` as in `merged`.
     """
     try:
-        response = await merged(response, known, url=url)
+        response = await merged(response, known, url=url, wait=wait)
     except BaseException as e:
         if isinstance(e, UpstreamError):
             broke(url, e)
