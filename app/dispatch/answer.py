@@ -59,6 +59,12 @@ class Whole:
         pass
 
 
+def with_length(headers: Headers, length: int) -> Headers:
+    """Of an answer that was read here, and may have another length now."""
+    kept = [header for header in headers if header[0] not in (b"content-length", b"transfer-encoding")]
+    return [*kept, (b"content-length", b"%d" % length)]
+
+
 class Begun:
     """A response of which the first bytes have been read here already."""
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from enum import Enum
 
-from app.dispatch.answer import EngineRequest, Whole
+from app.dispatch.answer import EngineRequest, Whole, with_length
 from app.dispatch.breakers import Breakers, speaks_against
 from app.errors import EngineProtocolError, EngineRefused, Headers, UpstreamError
 from app.store.registry import Registry
 from app.upstream.transport import Response, Target, Timeouts, Transport
 
 IDENTITY = (b"accept-encoding", b"identity")
+REFUSAL_LIMIT_BYTES = 2**20
+REFUSAL_S = 5.0
+"""For the body of an answer of 400 and more, which engines send with its head: its status says what to do."""
 
 
 def uncompressed(request: EngineRequest) -> EngineRequest:
@@ -102,12 +106,14 @@ class Caller:
         self._breakers.failed(url, error)
 
     async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int, leg: Leg = Leg.WHOLE) -> Whole:
-        """The whole answer, read here.
+        """The whole answer, read here; one of 400 and more as in `read_refusal`.
 
         Raises UpstreamError; AnswerTooLong where its body is longer than `limit_bytes`.
         """
         response = await self.send(url, uncompressed(request), leg)
         try:
+            if response.status >= 400:
+                return await self.read_refusal(url, response)
             body = bytearray()
             while chunk := await self.read(url, response):
                 body += chunk
@@ -116,6 +122,19 @@ class Caller:
             return Whole(url, response.status, response.headers, bytes(body))
         finally:
             response.close()
+
+    async def read_refusal(self, url: str, response: Response) -> Whole:
+        """An answer of 400 and more with what comes of its body in good time; the rest is cut off.
+
+        Raises UpstreamError.
+        """
+        body = bytearray()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REFUSAL_S):
+                while len(body) < REFUSAL_LIMIT_BYTES and (chunk := await self.read(url, response)):
+                    body += chunk
+        response.close()
+        return Whole(url, response.status, with_length(response.headers, len(body)), bytes(body))
 
     async def read(self, url: str, response: Response) -> bytes:
         """The next bytes of an answer that is read here; a node that breaks off is told of. Raises UpstreamError."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from app.balancing import ENCODER_POLICIES, Encoder
 from app.dispatch.answer import Answer, EngineRequest, Whole
-from app.dispatch.caller import Leg
+from app.dispatch.caller import Caller, Leg
 from app.dispatch.handover.nixl import Nixl
 from app.dispatch.handover.protocol import Protocol
 from app.dispatch.prefill_decode import PrefillDecode, SplitRules
@@ -218,6 +218,8 @@ class FakeCaller:
         except UpstreamError as e:
             self.broke(url, e)
             raise
+
+    read_refusal = Caller.read_refusal
 
     async def _answer(self, url: str, request: EngineRequest, leg: Leg) -> tuple[int, bytes]:
         call = Call(url, request, leg)

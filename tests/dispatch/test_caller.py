@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from app.dispatch import caller as caller_module
 from app.dispatch.answer import EngineRequest, Whole
 from app.dispatch.caller import AnswerTooLong, Caller, Leg
 from app.errors import EngineBroke, EngineRefused, EngineUnreachable, Headers
@@ -101,10 +102,10 @@ async def test_only_a_refusal_is_told_to_the_registry() -> None:
 
 
 async def test_an_answer_is_read_whole_and_can_be_read_again_like_any_other() -> None:
-    response = FakeResponse(418, headers=[(b"x-a", b"1")])
+    response = FakeResponse(203, headers=[(b"x-a", b"1")])
     response.body = [b"ab", b"cd"]
     whole = await caller_of(FakeTransport(response)).fetch(E0, REQUEST, limit_bytes=4)
-    assert (whole.url, whole.status, whole.headers, whole.body) == (E0, 418, [(b"x-a", b"1")], b"abcd")
+    assert (whole.url, whole.status, whole.headers, whole.body) == (E0, 203, [(b"x-a", b"1")], b"abcd")
     assert [await whole.read() for _ in range(3)] == [b"abcd", b"", b""]
     whole.close()
     assert response.closed == 1
@@ -129,6 +130,49 @@ async def test_an_answer_without_end_is_cut_off_at_the_limit() -> None:
     with pytest.raises(AnswerTooLong, match="longer than 25 bytes"):
         await caller_of(FakeTransport(response)).fetch(E0, REQUEST, limit_bytes=25)
     assert response.closed == 1
+
+
+class Trickling(FakeResponse):
+    """A byte each millisecond, for ever: no wait between two of them is a long one."""
+
+    async def read(self) -> bytes:
+        await asyncio.sleep(0.001)
+        return b"x"
+
+
+SIZED: Headers = [(b"x-a", b"1"), (b"content-length", b"9"), (b"transfer-encoding", b"chunked")]
+
+
+@pytest.mark.parametrize("kind", [Hanging, Trickling])
+async def test_a_refusal_is_its_status_with_what_comes_of_its_body_in_good_time(
+    kind: type[FakeResponse], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caller_module, "REFUSAL_S", 0.05)
+    response = kind(429, headers=SIZED)
+    caller = caller_of(FakeTransport(response))
+    whole = await asyncio.wait_for(caller.fetch(E0, REQUEST, limit_bytes=10**6, leg=Leg.WHOLE), 5)
+    assert whole.status == 429 and response.closed
+    assert (
+        whole.body == b"x" * len(whole.body) and len(whole.body) < 50 and (len(whole.body) > 0) is (kind is Trickling)
+    )
+    assert whole.headers == [(b"x-a", b"1"), (b"content-length", b"%d" % len(whole.body))]
+
+
+async def test_a_refusal_that_breaks_off_has_failed() -> None:
+    response = Breaking(503)
+    with pytest.raises(EngineBroke):
+        await caller_of(FakeTransport(response)).fetch(E0, REQUEST, limit_bytes=25)
+    assert response.closed == 1
+
+
+async def test_a_refusal_is_read_to_its_end_and_of_a_long_one_the_beginning() -> None:
+    response = FakeResponse(400, headers=SIZED)
+    response.body = [b"ab", b"cd"]
+    whole = await caller_of(FakeTransport(response)).fetch(E0, REQUEST, limit_bytes=3)
+    assert (whole.body, whole.headers) == (b"abcd", [(b"x-a", b"1"), (b"content-length", b"4")])
+    endless = Endless(501)
+    whole = await caller_of(FakeTransport(endless)).fetch(E0, REQUEST, limit_bytes=3)
+    assert len(whole.body) == 1_048_580 and endless.closed, "10 bytes at a time up to 2**20 and past it"
 
 
 async def test_an_answer_that_breaks_off_is_closed() -> None:

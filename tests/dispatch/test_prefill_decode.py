@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from app.dispatch import caller as caller_module
 from app.dispatch.answer import Answer, EngineRequest, Outcome
 from app.dispatch.caller import Leg
 from app.dispatch.handover import protocol as protocol_module
@@ -772,6 +773,25 @@ async def test_a_refusal_that_breaks_off_is_decodes_failure_and_not_prefills(mon
     assert await world.served() == D1
     assert P1 not in world.called and world.caller.broken == [(D0, "EngineBroke")]
     assert all(response.closed for response in world.caller.responses)
+
+
+async def test_a_refusal_whose_body_hangs_is_the_answer_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caller_module, "REFUSAL_S", 0.02)
+    world = World(by=Both)
+    world.caller.behaviour = {P0: hangs, D0: fails_by(429)}
+    send = world.caller.send
+
+    async def hanging(url: str, request: EngineRequest, leg: Leg) -> Any:
+        response = await send(url, request, leg)
+        response.read = asyncio.Event().wait  # type: ignore[assignment,method-assign]
+        return response
+
+    monkeypatch.setattr(world.caller, "send", hanging)
+    answer = await asyncio.wait_for(world.ask(), 5)
+    assert (answer.status, answer.url, await answer.read()) == (429, D0, b"")
+    assert world.ledger.unfinished == {} and world.caller.responses[0].closed
+    answer.close(Outcome.CLIENT_ERROR)
+    assert world.ledger.unfinished == {}
 
 
 @BOTH_WAYS

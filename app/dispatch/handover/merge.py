@@ -14,9 +14,8 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from app.dispatch.answer import Begun, Whole
+from app.dispatch.answer import Begun, Whole, with_length
 from app.dispatch.handover.bodies import Prefilled
-from app.errors import Headers
 from app.upstream.transport import Response
 
 LIMIT_BYTES = 64 * 2**20
@@ -57,7 +56,7 @@ async def merged(response: Response, known: Known, *, url: str, wait: Wait | Non
     prefilled = known()
     response.close()
     whole = bytes(body) if prefilled is None else put_right(bytes(body), prefilled)
-    return Whole(url, response.status, _with_length(response.headers, len(whole)), whole)
+    return Whole(url, response.status, with_length(response.headers, len(whole)), whole)
 
 
 class _Stream:
@@ -182,8 +181,3 @@ def _replace(text: bytes, members: dict[str, Raw], name: str, value: bytes) -> b
     ending = text[len(text.rstrip(b"\r\n")) :]
     start = text[: len(text) - len(text.lstrip(b" "))]
     return start + msgspec.json.encode(members | {name: Raw(value)}) + ending
-
-
-def _with_length(headers: Headers, length: int) -> Headers:
-    kept = [header for header in headers if header[0] not in (b"content-length", b"transfer-encoding")]
-    return [*kept, (b"content-length", b"%d" % length)]

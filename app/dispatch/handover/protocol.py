@@ -35,7 +35,6 @@ from app.upstream.transport import Response
 log = logging.getLogger("evenhand.dispatch")
 
 PREFILL_ANSWER_LIMIT_BYTES = 64 * 2**20
-REFUSAL_LIMIT_BYTES = 2**20
 DRAIN_S = 1.0
 """How long figures of decode's answer wait for prefill's, which computes nothing after decode has begun."""
 
@@ -369,15 +368,11 @@ class Concurrent(Protocol):
             return None
 
     async def _refusal(self, url: str, response: Response) -> Answer:
-        """Decode's failure, read to its end, so that its count can be given back whatever is done with it."""
-        body = bytearray()
+        """Decode's failure, read here, so that its count can be given back whatever is done with it."""
         try:
-            while len(body) < REFUSAL_LIMIT_BYTES and (chunk := await self.caller.read(url, response)):
-                body += chunk
+            return Answer(await self.caller.read_refusal(url, response), url, ())
         except UpstreamError as e:
             raise _LegFailed(url, e) from e
-        response.close()
-        return Answer(Whole(url, response.status, response.headers, bytes(body)), url, ())
 
     async def _prefill_leg(self, pair: Pair, request: EngineRequest) -> Whole:
         url, begun_s = pair.prefill.url, time.monotonic()
