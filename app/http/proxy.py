@@ -30,6 +30,9 @@ from app.http.relay import Relay
 
 log = logging.getLogger("evenhand.http")
 
+GENERATING = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
+"""What may be split, have encoders before it, or end with [DONE]: engines, and those who choose them, see one
+spelling of these."""
 DECODED_AT_MOST = 4
 _NOT_IN_PATHS = re.compile("[\x00-\x1f\x7f\ufffd]").search
 LAST_WORDS_S = 0.5
@@ -67,7 +70,7 @@ class Proxy:
         outcome = Outcome.ABORTED
         try:
             answer = await self._open(scope, receive, identifier, watch)
-            relay = Relay(answer, send, path=scope["path"], extra=self._extra(identifier))
+            relay = Relay(answer, send, path=routed(scope["path"]), extra=self._extra(identifier))
             outcome = await relay.run()
         except ClientLeft:
             pass
@@ -144,8 +147,14 @@ class Proxy:
             log.warning("request %s: the client did not take the end of its stream", identifier.decode())
 
 
+def routed(path: str) -> str:
+    """The (decoded) path as Starlette, on which the engines are built, finds its route: past a slash at the end."""
+    bare = path.rstrip("/")
+    return bare if bare in GENERATING else path
+
+
 def path_for_engine(scope: Scope) -> bytes:
-    """Path and query string exactly as the client wrote them.
+    """Path and query string exactly as the client wrote them, but for other spellings of `GENERATING`.
 
     Raises:
         BadRequest: a `..` segment, plain or encoded, which could lead out of /v1 on the engine's side; or encoded
@@ -154,6 +163,9 @@ def path_for_engine(scope: Scope) -> bytes:
     raw: bytes = scope["raw_path"]
     if (b"." in raw or b"%" in raw) and (fault := _fault_of(scope["path"])):
         raise BadRequest(fault)
+    path = routed(scope["path"])
+    if path in GENERATING:
+        raw = path.encode()
     query: bytes = scope["query_string"]
     return raw + b"?" + query if query else raw
 

@@ -10,8 +10,15 @@ from urllib.parse import unquote
 
 import pytest
 
+from app.dispatch.epd import PATH as EPD_PATH
+from app.dispatch.handover.lmdeploy import Lmdeploy
+from app.dispatch.handover.mooncake import Mooncake
+from app.dispatch.handover.nixl import Nixl
+from app.dispatch.handover.sglang import Sglang
 from app.errors import EngineBroke, EngineRefused, EngineTimeout, ModelNotFound, NoNodeAvailable, StoreUnavailable
-from tests.http.fakes import CHAT, HANG, Call, FakeAnswer, Reply, World, until
+from app.http.proxy import GENERATING
+from app.http.relay import DONE_PATHS
+from tests.http.fakes import CHAT, HANG, SSE, Call, FakeAnswer, Reply, World, until
 from tests.http.test_form import form
 
 
@@ -174,6 +181,60 @@ async def test_dots_that_do_not_climb_pass(raw: bytes) -> None:
     world = World()
     assert (await world.ask("POST", unquote(raw.decode()), CHAT, raw_path=raw)).status == 200
     assert world.hybrid.requests[0].path == raw
+
+
+SPELLINGS = [
+    b"/v1/chat/completion%73",
+    b"/v1/chat%2Fcompletions",
+    b"/%76%31/chat/%63ompletions",
+    b"/v1/chat/completions/",
+    b"/v1/chat/completions%2f/",
+]
+
+
+@pytest.mark.parametrize("raw", SPELLINGS)
+async def test_what_engines_route_to_a_path_is_that_path_to_everybody(raw: bytes) -> None:
+    # Source: RFC 3986, 6.2.2.2; Starlette's Router, `redirect_slashes`.
+    world = World()
+    assert (await world.ask("POST", unquote(raw.decode()), CHAT, raw_path=raw, query=b"x=%73/")).status == 200
+    assert world.hybrid.requests[0].path == b"/v1/chat/completions?x=%73/"
+
+
+@pytest.mark.parametrize("raw", SPELLINGS)
+async def test_no_spelling_of_a_path_lets_internal_fields_pass(raw: bytes) -> None:
+    world = World()
+    body = CHAT[:-1] + b',"migration_request":{}}'
+    assert_error(await world.ask("POST", unquote(raw.decode()), body, raw_path=raw), 400, param="migration_request")
+    assert not world.hybrid.requests
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"/v1//chat/completions",
+        b"/v1/chat/completions/x",
+        b"/v1/chat/completion%2573",
+        b"/v1/chat/Completions",
+        b"/v1/completions%20",
+        b"/v1/embedding%73",
+        b"/v1/embeddings/",
+    ],
+)
+async def test_other_paths_stay_as_they_were_spelt(raw: bytes) -> None:
+    world = World()
+    assert (await world.ask("POST", unquote(raw.decode()), CHAT, raw_path=raw)).status == 200
+    assert world.hybrid.requests[0].path == raw
+
+
+def test_all_that_is_chosen_by_its_path_has_one_spelling() -> None:
+    chosen = {EPD_PATH}.union(*(protocol.paths for protocol in (Lmdeploy, Mooncake, Nixl, Sglang)))
+    assert {path.decode() for path in chosen} | DONE_PATHS == GENERATING
+
+
+async def test_a_stream_at_another_spelling_ends_as_at_the_usual_one() -> None:
+    world = World(FakeAnswer(b"data: x\n\n", headers=SSE))
+    reply = await world.ask("POST", "/v1/chat/completions/", CHAT)
+    assert b"before it was complete" in reply.body
 
 
 async def test_R58_too_large_by_its_length_is_refused_unread() -> None:

@@ -103,6 +103,13 @@ def test_r83_each_leg_carries_the_key_of_its_own_engine(floor: PdFloor) -> None:
     assert [r.header(b"authorization") for r in (p.requests[0], d.requests[0])] == [b"Bearer sk-p", b"Bearer sk-d"]
 
 
+def test_a_path_with_a_slash_at_its_end_is_split_all_the_same(floor: PdFloor) -> None:
+    p, d = floor.pair()
+    answer = floor.chat(path=f"{CHAT}/", stream=True)
+    assert answer.ok and answer.done, answer.body
+    assert [record.path for record in (*p.requests, *d.requests)] == [CHAT, CHAT]
+
+
 def test_other_paths_go_whole_to_decode(floor: PdFloor) -> None:
     p, d = floor.pair()
     answer = floor.chat(path="/v1/embeddings", input="x")

@@ -276,6 +276,8 @@ HARMLESS: dict[str, Harmless] = {
     # --- targets
     "an absolute target": (at(b"http://evil" + PATH), [], PATH),
     "an absolute target with a user and a port": (at(b"HTTPS://evil@x:80" + PATH + b"?a"), [], PATH + b"?a"),
+    "an encoded letter": (at(b"/v1/chat/completion%73"), [], PATH),
+    "a final slash": (at(b"/v1/chat/completions/?a"), [], PATH + b"?a"),
     "a slash twice": (at(b"/v1//chat/completions"), [], b"/v1//chat/completions"),
     "a backslash": (at(b"/v1/x\\y"), [], b"/v1/x\\y"),
     "a fragment": (at(b"/v1/x#y"), [], b"/v1/x"),
