@@ -45,7 +45,7 @@ class Nixl(Sequential):
     def prefill_body(self, members: Members, path: bytes) -> bytes:
         return for_prefill(members, {"kv_transfer_params": ASK_FOR_PARAMS}, limits=limits_of(path))
 
-    def hand(self, pair: Pair, members: Members, prefilled: Prefilled) -> Handed:
+    def hand(self, pair: Pair, life: int, members: Members, prefilled: Prefilled) -> Handed:
         params = prefilled.members.get("kv_transfer_params")
         if params is None or bytes(params).translate(None, b" \t\r\n") in (b"null", b"{}"):
             self.handed_nothing(pair.prefill.url, "kv_transfer_params", fatal=not self._recompute)
