@@ -222,7 +222,7 @@ class Split:
         self.figures = Handovers(ledger=ledger, registry=registry, keys=keys)
         self.handing = Handing(ledger=ledger, keys=keys, worker=worker)
         distserve = DistServeClient(engines, self._migration)
-        table = LinkTable(registry=registry, keys=keys, worker=worker)
+        table = LinkTable(ledger=ledger, registry=registry, keys=keys, worker=worker)
         migrations = Migrations(ledger=ledger, registry=registry, keys=keys, scripts=scripts, worker=worker)
         self.links = Links(
             table=table,
@@ -246,6 +246,7 @@ class Split:
             sessions=self.sessions,
             migrations=migrations,
             figures=self.figures,
+            keys=keys,
             worker=worker,
             gc_age_s=settings.gc_age_s,
             linked=linked,

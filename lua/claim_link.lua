@@ -10,7 +10,8 @@
 -- ARGV[5]  wait               ms that linking may take
 -- RETURN   {code, record}     code: 0 the caller links now (record: its claim, to be settled), 8 linked,
 --          10 another worker is at it, 7 it failed a moment ago (record says why), 2 the caller's
---          snapshot is older than the link (refresh first)
+--          snapshot is older than the link (refresh first), 6 the caller has no lease: Redis has lost
+--          everything, other workers' claims too, until they have said them again
 -- COST     O(1)               CALLER app/store/links.py
 local links, workers, version_key = KEYS[1], KEYS[2], KEYS[3]
 local pair, worker, lives, version, wait_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
@@ -40,6 +41,9 @@ if same and record.state == 'failed' and now_ms < until_ms then
 end
 -- Held whatever its lives: two that work at one pair would undo each other's steps, and whoever works for
 -- lives that are over finds that out by itself.
+if not redis.call('ZSCORE', workers, worker) then
+    return { 6, '' }
+end
 if record.state == 'connecting' or record.state == 'undoing' then
     local alive = redis.call('ZSCORE', workers, tostring(record.owner))
     if now_ms < until_ms and alive and tonumber(alive) > now_ms then

@@ -4,12 +4,13 @@
 -- KEYS[2]  unfinished:<w>     HASH   url -> that worker's share, its ledger
 -- KEYS[3]  sessions           HASH   worker -> generation of its connection
 -- KEYS[4]  workers            ZSET   worker -> lease expiry, ms, Redis's clock
+-- KEYS[5]  handing:<w>        HASH   prefill|decode -> that worker's hand-overs
 -- ARGV[1]  worker             id
 -- ARGV[2]  certain            '1': its death is known (its host's master saw it end, or it leaves);
 --                             '0': only if its lease is over
 -- RETURN   {code, returned}   code: 0 given up, 5 its lease still runs; returned: requests
 -- COST     O(ledger)          CALLER app/store/ledger.py, workers/reaper.py
-local unfinished, ledger, sessions, workers = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local unfinished, ledger, sessions, workers, handing = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local worker, certain = ARGV[1], ARGV[2] == '1'
 
 if not certain then
@@ -32,7 +33,7 @@ for i = 1, #recorded, 2 do
         redis.call('HDEL', unfinished, url)
     end
 end
-redis.call('DEL', ledger)
+redis.call('DEL', ledger, handing)
 redis.call('ZREM', workers, worker)
 redis.call('HDEL', sessions, worker)
 return { 0, returned }

@@ -49,6 +49,13 @@ def redis(redis_server: PrivateRedis) -> Iterator[Space]:
 
 
 @pytest.fixture
+def own_redis() -> Iterator[Space]:
+    """A Redis of the test's own, for those that break it."""
+    with PrivateRedis() as server:
+        yield Space(server, "own")
+
+
+@pytest.fixture
 def slow_road(redis_server: PrivateRedis, engine_loop: LoopThread) -> Iterator[TcpProxy]:
     """A TCP road to the Redis of the session; `.url`, `.delay_s`."""
     with TcpProxy(redis_server.socket, loop=engine_loop) as proxy:

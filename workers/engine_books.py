@@ -100,7 +100,6 @@ class Fabric:
     links_made: Counter[tuple[str, str, int, int]] = field(default_factory=Counter)
     # (engine, remote, incarnation of the engine) -> p2p_initialize calls that it took
     initialized: Counter[tuple[str, str, int]] = field(default_factory=Counter)
-    numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def __repr__(self) -> str:
         held = sum(len(engine.books.sessions) for engine in self.engines.values())
@@ -123,6 +122,7 @@ class Books:
         self.sessions: dict[int, Session] = {}  # held
         self.ended: dict[int, str] = {}
         self.most_held = 0
+        self._numbers = itertools.count(1)
         self._next_block = 0
         self._in_use: set[int] = set()
 
@@ -145,9 +145,10 @@ class Books:
                 blocks.append(self._next_block)
             self._next_block = (self._next_block + 1) % limit
         self._in_use.update(blocks)
-        number = next(self.fabric.numbers)
+        number = next(self._numbers)
         session = Session(number, 1000 + number, blocks, record, record.id, prompt, {number})
         self.sessions[number] = session
+        self.ended.pop(number, None)  # by the process before
         self.most_held = max(self.most_held, len(self.sessions))
         return session
 
@@ -159,6 +160,12 @@ class Books:
         self.ended[session.number] = how
         if len(self.ended) > REMEMBERED:
             del self.ended[next(iter(self.ended))]
+
+    def restart(self) -> None:
+        """All is gone, and the next process counts from the start, as LMDeploy's do."""
+        for session in list(self.sessions.values()):
+            self.end(session, "restarted")
+        self._numbers = itertools.count(1)
 
     def find(self, number: int, blocks: Iterable[int]) -> Session:
         """The session that a migration means: by its number, or by its blocks where the number wasn't told.

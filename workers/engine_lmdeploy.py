@@ -159,8 +159,7 @@ class LmdeployEngine(Engine):
             self.books.unheard(number)
         await super().crash()
         self.incarnation += 1
-        for session in list(self.books.sessions.values()):
-            self.books.end(session, "restarted")
+        self.books.restart()
         self.links.void()
 
     async def close(self) -> None:

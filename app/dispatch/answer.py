@@ -66,19 +66,19 @@ def with_length(headers: Headers, length: int) -> Headers:
 
 
 class Begun:
-    """A response of which the first bytes have been read here already."""
+    """A response of which the first bytes have been read here already; they are read again from here."""
 
-    __slots__ = ("_first", "_response", "headers", "status")
+    __slots__ = ("_response", "_unread", "first", "headers", "status")
 
     def __init__(self, response: Response, first: bytes) -> None:
         self.status = response.status
         self.headers = response.headers
         self._response = response
-        self._first = first
+        self.first = self._unread = first
 
     async def read(self) -> bytes:
-        first, self._first = self._first, b""
-        return first or await self._response.read()
+        unread, self._unread = self._unread, b""
+        return unread or await self._response.read()
 
     def close(self) -> None:
         self._response.close()

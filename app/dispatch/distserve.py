@@ -16,7 +16,9 @@ from app.dispatch.handover.links import Links
 from app.dispatch.handover.sessions import Sessions, quietly
 from app.errors import BadRequest, StoreUnavailable, UpstreamError
 from app.nodes import Role, State
+from app.store.handing import pairs_in_use
 from app.store.handovers import Handovers
+from app.store.keys import Keys
 from app.store.links import Link, LinkTable, ends_of, pair_of, read_link
 from app.store.migrations import Migrations, read_migration
 from app.store.registry import Registry
@@ -39,6 +41,7 @@ class DistServe:
         sessions: Sessions,
         migrations: Migrations,
         figures: Handovers,
+        keys: Keys,
         worker: str,
         gc_age_s: float,
         linked: bool,
@@ -49,6 +52,7 @@ class DistServe:
         self._sessions = sessions
         self._migrations = migrations
         self._figures = figures
+        self._keys = keys
         self._worker = worker
         self._gc_age_s = gc_age_s
         self._linked = linked
@@ -124,23 +128,25 @@ class DistServe:
     async def tidy(self) -> None:
         """Undo the links of removed nodes and free the sessions of dead workers. Raises StoreUnavailable.
 
-        A link of nodes that only have another life now is left: the next request replaces it.
+        A link over which a cache is on its way is left until that is over, which its worker sees to. A link of nodes
+        that only have another life now is left: the next request replaces it.
         """
         await self._sessions.collect(lambda _, record, workers, __: record.worker not in workers)
         snapshot, records = self._registry.snapshot, await self._table.all()
         if not records:
             return
         workers, now_ms = await self._migrations.workers_and_time()
+        in_use = await pairs_in_use(self._registry, self._keys)
 
         def is_left(pair: str, link: Link) -> bool:
             busy = link.state in ("connecting", "undoing") and link.owner in workers and now_ms < link.until_ms
-            return not busy and not all(url in snapshot.nodes for url in ends_of(pair))
+            return not busy and pair not in in_use and not all(url in snapshot.nodes for url in ends_of(pair))
 
         left = [(pair, text, link) for pair, text in records.items() if is_left(pair, link := read_link(text))]
         await asyncio.gather(*(quietly(self._undo(*entry)) for entry in left))
 
     def tidy_own(self) -> None:
-        """Every worker, now and then: its own sessions of nodes that were removed or restarted."""
+        """Every worker, now and then: its own sessions and moves of nodes that were removed or restarted."""
         self._sessions.look_after_own()
 
     async def _undo(self, pair: str, text: str, link: Link) -> None:
@@ -149,5 +155,5 @@ class DistServe:
         if mine is None:
             return
         if link.state in ("connected", "undoing"):
-            await self._links.undo(*ends_of(pair))
+            await self._links.undo(*ends_of(pair), mine)
         await self._table.drop(pair, mine)

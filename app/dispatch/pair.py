@@ -42,7 +42,7 @@ class Pair:
         self._ledger = ledger
         self._figures = figures
         self._handing = handing
-        self._handed: str | None = None
+        self._handed: tuple[str, str] | None = None
         self._tried: set[str] = set()
         self._left = False
         self._timings: dict[str, float] = {}
@@ -59,6 +59,11 @@ class Pair:
     async def replace_decode(self) -> bool:
         ticket = await self._another(Role.Decode, self.decode)
         self.decode = ticket or self.decode
+        if self._handed is not None and ticket is not None:
+            prefill, before = self._handed
+            self._handed = prefill, ticket.url
+            self._handing.begin(*self._handed)
+            self._handing.end(prefill, before)
         return ticket is not None
 
     async def replace(self, url: str) -> bool:
@@ -75,15 +80,15 @@ class Pair:
 
     def hand_over(self) -> None:
         """Prefill's answer is complete. Its count goes back; its node is needed until `handed_over`."""
-        self._handed = self.prefill.url
-        self._handing.begin(self._handed)  # first: a drain must not see the node without either
+        self._handed = self.prefill.url, self.decode.url
+        self._handing.begin(*self._handed)  # first: a drain must not see the node without either
         self.prefill.release(succeeded=True)
 
     def handed_over(self) -> None:
         """Decode has the cache, or won't fetch it. Once or not at all, whatever was called before."""
-        url, self._handed = self._handed, None
-        if url is not None:
-            self._handing.end(url)
+        pair, self._handed = self._handed, None
+        if pair is not None:
+            self._handing.end(*pair)
 
     def leave_prefill(self) -> Ticket:
         """From now on the prefill leg's count is given back by the caller, who waits for its end."""

@@ -104,7 +104,7 @@ def shapes_of(keys: Keys, urls: Iterable[str], workers: Iterable[str]) -> dict[s
 
 def of_worker_given_up(keys: Keys, worker: str) -> tuple[str, ...]:
     """KEYS of give_up_worker.lua."""
-    return keys.unfinished, keys.ledger(worker), keys.sessions, keys.workers
+    return keys.unfinished, keys.ledger(worker), keys.sessions, keys.workers, keys.handing(worker)
 
 
 def of_node_removed(keys: Keys, url: str) -> tuple[str, ...]:

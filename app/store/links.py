@@ -12,8 +12,10 @@ from typing import Any
 
 import msgspec
 
+from app.errors import StoreUnavailable
 from app.store.clock import redis_ms
 from app.store.keys import Keys
+from app.store.ledger import Ledger
 from app.store.registry import Registry, as_unavailable
 from app.store.scripts import Argument, Code
 
@@ -66,27 +68,51 @@ def read_link(text: str) -> Link:
 
 
 class LinkTable:
-    """One per worker; every coroutine may raise StoreUnavailable."""
+    """One per worker; every coroutine may raise StoreUnavailable.
 
-    def __init__(self, *, registry: Registry, keys: Keys, worker: str) -> None:
+    `stands`: pair -> record of each link that this worker uses or makes: what it tells Redis again when that has
+    lost everything.
+    """
+
+    def __init__(self, *, ledger: Ledger, registry: Registry, keys: Keys, worker: str) -> None:
+        self.stands: dict[str, str] = {}
+        self._ledger = ledger
         self._registry = registry
         self._keys = keys
         self._worker = worker
+        ledger.on_told_again.append(self._tell_again)
 
     def __repr__(self) -> str:
         return f"<LinkTable of {self._worker}>"
 
     async def claim(self, pair: str, lives: str, version: int, *, wait_s: float) -> Claim:
-        """Learn whether `pair` is linked, or take it upon this worker to link it within `wait_s`."""
+        """Learn whether `pair` is linked, or take it upon this worker to link it within `wait_s`.
+
+        StoreUnavailable also while this worker counts for itself: a claim is worth nothing without a lease.
+        """
+        if self._ledger.trouble is not None:
+            raise StoreUnavailable(f"Redis can't be used: {self._ledger.trouble}")
         arguments: list[Argument] = [pair, self._worker, lives, version, round(wait_s * 1000)]
         names = [self._keys.links, self._keys.workers, self._keys.version]
         with as_unavailable():
             code, text = await self._registry.run("claim_link", names, arguments)
+        if code in (Code.DONE, Code.UNCHANGED):
+            self.stands[pair] = text
         return Claim(Code(code), text, read_link(text))
 
-    async def settle(self, pair: str, seen: str, link: Link) -> bool:
+    async def holds(self, pair: str, claim: str) -> bool:
+        """Whether a claim is still this worker's; Redis may have lost it."""
+        return await self._swap(pair, claim, claim) or await self._swap(pair, "", claim)
+
+    async def settle(self, pair: str, claim: str, link: Link) -> bool:
         """Put down what became of a claim. False: it isn't this worker's any more."""
-        return await self._swap(pair, seen, msgspec.json.encode(link).decode())
+        text = msgspec.json.encode(link).decode()
+        self.stands.pop(pair, None)
+        if not (await self._swap(pair, claim, text) or await self._swap(pair, "", text)):
+            return False
+        if link.state == "connected":
+            self.stands[pair] = text
+        return True
 
     async def mark_undoing(self, pair: str, seen: str, link: Link, *, within_ms: int) -> str | None:
         """Keep everybody from linking the pair meanwhile; the record that says so, None: another was faster."""
@@ -96,7 +122,12 @@ class LinkTable:
 
     async def drop(self, pair: str, seen: str) -> bool:
         """Take a record away. True for exactly one of those who saw it: that one undoes the link."""
+        self.stands.pop(pair, None)
         return await self._swap(pair, seen, "")
+
+    def _tell_again(self) -> None:
+        for pair, text in self.stands.items():
+            self._ledger.note("HSETNX", self._keys.links, pair, text)
 
     async def one(self, pair: str) -> Link:
         """A pair's record; a void one where it has none."""

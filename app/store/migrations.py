@@ -1,13 +1,18 @@
 """Sessions under migration: caches that prefill engines keep until decode has taken them over.
 
-Owns HASH migrations (`<prefill>|<session>` -> JSON). A session stands here from before decode is called
-until decode has sent its first token. Notes go out on the ordered hot connection and nobody waits for them;
-what a worker that died has left is found and freed by another one. It must not know HTTP.
+Owns HASH migrations (`<prefill>|<session>` -> JSON). A session stands here from prefill's answer until decode has
+sent its first token. Notes go out on the ordered hot connection and nobody waits for them; what a worker that died
+has left is found and freed by another one.
+
+An engine that restarts counts its sessions from the start, so a number alone names nothing: a worker's own session is
+an object, its note is its own as long as worker and life are the same, and a later one with its number displaces it.
+It must not know HTTP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import msgspec
 
@@ -16,18 +21,34 @@ from app.store.keys import Keys
 from app.store.ledger import Ledger
 from app.store.links import field_of, hash_of, swap
 from app.store.registry import Registry, as_unavailable
-from app.store.scripts import Script
+from app.store.scripts import Argument, Script
 
 
 class Migration(msgspec.Struct, omit_defaults=True):
     """A record. `life`: of the prefill node; a number of an older life may belong to another session by now.
-    `freed`: by another than its worker, which has not heard of it yet."""
+    `by`: another worker that is freeing it; `freed`: that has been done, and `worker` has not heard of it yet."""
 
     decode: str
     worker: str
     life: int
     at_ms: int
+    by: str = ""
     freed: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One of this worker's own; `life` of the prefill node when it was asked."""
+
+    prefill: str
+    number: int
+    life: int
+    decode: str = ""
+    freeing: bool = False
+
+    @property
+    def name(self) -> str:
+        return name_of(self.prefill, self.number)
 
 
 def name_of(prefill: str, session: int) -> str:
@@ -41,17 +62,17 @@ def session_of(name: str) -> tuple[str, int]:
 
 
 class Migrations:
-    """One per worker. `held`: this worker's own, name -> (decode, life)."""
+    """One per worker. `held`: this worker's own, by name."""
 
     def __init__(
         self, *, ledger: Ledger, registry: Registry, keys: Keys, scripts: Mapping[str, Script], worker: str
     ) -> None:
         self.worker = worker
-        self.held: dict[str, tuple[str, int]] = {}
+        self.held: dict[str, Session] = {}
         self._ledger = ledger
         self._registry = registry
         self._keys = keys
-        self._hold = scripts["hold_migration"]
+        self._scripts = scripts
         ledger.on_told_again.append(self._note_again)
 
     def __repr__(self) -> str:
@@ -59,36 +80,40 @@ class Migrations:
 
     # --- notes: at once, never failing
 
-    def hold(self, prefill: str, session: int, *, decode: str, life: int) -> None:
-        name = name_of(prefill, session)
-        self.held[name] = (decode, life)
-        self._note(name, decode, life, worker=self.worker)
+    def hold(self, session: Session) -> None:
+        """From now on, or with another decode node. One of the same number is displaced: it went with its process."""
+        held = self.held.get(session.name)
+        if held is None or held.life <= session.life:
+            self.held[session.name] = session
+            self._run("hold_migration", session.name, session.decode, self.worker, session.life)
 
-    def clear(self, prefill: str, session: int) -> None:
-        name = name_of(prefill, session)
-        if self.held.pop(name, None) is not None:
-            self.forget_note(prefill, session)
+    def holds(self, session: Session) -> bool:
+        return self.held.get(session.name) is session
 
-    def let_go(self, prefill: str, session: int) -> tuple[str, int] | None:
-        """From now on it is held no more, but still noted; its (decode, life), None: it was not held."""
-        return self.held.pop(name_of(prefill, session), None)
+    def clear(self, session: Session) -> bool:
+        """There is nothing left to free. False: it was not held."""
+        return self._drop(session, left=False)
 
-    def leave(self, prefill: str, session: int, *, decode: str, life: int) -> None:
-        """Note it as nobody's: whoever looks for what is left behind takes it."""
-        self._note(name_of(prefill, session), decode, life, worker="")
+    def leave(self, session: Session) -> None:
+        """Nobody's from now on: whoever looks for what is left behind takes it."""
+        self._drop(session, left=True)
 
-    def forget_note(self, prefill: str, session: int) -> None:
-        self._ledger.note("HDEL", self._keys.migrations, name_of(prefill, session))
+    def _drop(self, session: Session, *, left: bool) -> bool:
+        if not self.holds(session):
+            return False
+        del self.held[session.name]
+        self._run("drop_migration", session.name, self.worker, session.life, int(left))
+        return True
 
     def _note_again(self) -> None:
-        """Write down once more what is held: Redis has lost it, or was away when it was said."""
-        for name, (decode, life) in self.held.items():
-            self._note(name, decode, life, worker=self.worker)
+        """Write down what is held, and nothing else: Redis has lost it, or was away when it was said."""
+        held = [part for s in self.held.values() for part in (s.name, s.decode, s.life)]
+        self._run("restate_migrations", self.worker, *held)
 
-    def _note(self, name: str, decode: str, life: int, *, worker: str) -> None:
-        command = self._hold.evalsha([self._keys.migrations], [name, decode, worker, life])
+    def _run(self, script: str, *arguments: Argument) -> None:
+        command = self._scripts[script].evalsha([self._keys.migrations], arguments)
         # EVAL: no answer is looked at, so nobody would notice that the server has lost the script.
-        self._ledger.note("EVAL", self._hold.text, *command[2:])
+        self._ledger.note("EVAL", self._scripts[script].text, *command[2:])
 
     # --- what others left: may raise StoreUnavailable
 
@@ -96,25 +121,23 @@ class Migrations:
         """Every session with its record, as text."""
         return await hash_of(self._registry, self._keys.migrations)
 
+    async def one(self, session: Session) -> Migration | None:
+        """What is noted under a session's name; None where there is nothing."""
+        text = await field_of(self._registry, self._keys.migrations, session.name)
+        return read_migration(text) if text else None
+
     async def take_over(self, name: str, seen: str, record: Migration) -> str | None:
-        """Make another worker's session this one's, to free it; its record then, None if another was faster."""
-        mine = msgspec.json.encode(msgspec.structs.replace(record, worker=self.worker)).decode()
+        """Take it upon this worker to free another one's; the record then, None if another was faster."""
+        mine = _text(record, by=self.worker)
         return mine if await self._swap(name, seen, mine) else None
 
-    async def give_back(self, name: str, seen: str, record: Migration, *, owner_lives: bool) -> None:
-        """Undo `take_over`: its owner's again, or nobody's, so that whoever looks next takes it."""
-        before = record if owner_lives else msgspec.structs.replace(record, worker="")
-        await self._swap(name, seen, msgspec.json.encode(before).decode())
-
-    async def one(self, prefill: str, session: int) -> Migration | None:
-        """A session's record; None where it has none."""
-        text = await field_of(self._registry, self._keys.migrations, name_of(prefill, session))
-        return read_migration(text) if text else None
+    async def give_back(self, name: str, seen: str, record: Migration) -> None:
+        """Undo `take_over`, so that whoever looks next takes it."""
+        await self._swap(name, seen, _text(record, by=""))
 
     async def mark_freed(self, name: str, seen: str, record: Migration) -> None:
         """Tell the session's own worker that there is nothing left to free."""
-        freed = msgspec.structs.replace(record, freed=True)
-        await self._swap(name, seen, msgspec.json.encode(freed).decode())
+        await self._swap(name, seen, _text(record, by="", freed=True))
 
     async def forget(self, name: str, seen: str) -> bool:
         return await self._swap(name, seen, "")
@@ -139,3 +162,7 @@ def read_migration(text: str) -> Migration | None:
         return msgspec.json.decode(text, type=Migration)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+
+
+def _text(record: Migration, *, by: str, freed: bool = False) -> str:
+    return msgspec.json.encode(msgspec.structs.replace(record, by=by, freed=freed)).decode()

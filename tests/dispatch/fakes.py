@@ -122,17 +122,17 @@ class FakeFigures:
 
 
 class FakeHanding:
-    """Hand-overs that go on, by prefill node."""
+    """Hand-overs that go on, by pair."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
-    def begin(self, prefill: str) -> None:
-        self.counts[prefill] += 1
+    def begin(self, prefill: str, decode: str) -> None:
+        self.counts[f"{prefill}|{decode}"] += 1
 
-    def end(self, prefill: str) -> None:
-        assert self.counts[prefill] > 0, f"{prefill} has handed over more often than it began"
-        self.counts[prefill] -= 1
+    def end(self, prefill: str, decode: str) -> None:
+        assert self.counts[f"{prefill}|{decode}"] > 0, f"{prefill} has handed over more often than it began"
+        self.counts[f"{prefill}|{decode}"] -= 1
 
 
 class FakeResponse:

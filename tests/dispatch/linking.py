@@ -11,6 +11,7 @@ from app.dispatch.handover.links import LinkRules, Links
 from app.dispatch.handover.sessions import Sessions
 from app.nodes import Role
 from app.store.links import read_link
+from app.store.migrations import Session
 from app.upstream.distserve import Endpoint
 from tests.dispatch.fakes import D0, D1, P0, P1, Json
 from tests.store.harness import Worker
@@ -82,6 +83,7 @@ class Linker:
             links=self.links,
             sessions=self.sessions,
             migrations=worker.migrations,
+            keys=worker.keys,
             worker=worker.name,
             gc_age_s=600,
             linked=True,
@@ -99,6 +101,12 @@ async def register(worker: Worker, *, prefill: int = 1, decode: int = 1) -> None
     for role, urls in ((Role.Prefill, (P0, P1)[:prefill]), (Role.Decode, (D0, D1)[:decode])):
         for url in urls:
             await worker.add_ready(url, role=role)
+
+
+def hold(linker: Linker, prefill: str = P0, number: int = 7, decode: str = D0) -> Session:
+    session = Session(prefill, number, linker.sessions.life_of(prefill), decode)
+    linker.sessions.hold(session)
+    return session
 
 
 async def counted(worker: Worker) -> dict[str, int]:

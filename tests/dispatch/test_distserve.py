@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from app.dispatch.handover import links as links_module
 from app.errors import BadRequest, EngineRefused
 from app.nodes import Role, State
 from tests.dispatch.fakes import D0, D1, P0, P1
-from tests.dispatch.linking import PAIR, LinkEngines, Linker, counted, record, register
+from tests.dispatch.linking import PAIR, LinkEngines, Linker, counted, hold, record, register
 from tests.store.harness import workers
 from tests.support.redis import Space
 
@@ -86,7 +87,7 @@ async def test_the_table_shows_every_link_the_sessions_and_the_counters(redis: S
         await asyncio.gather(linker.links.ensure(P1, D0), return_exceptions=True)
         await linker.links.ensure(P0, D1)
         await linker.worker.add_ready(D1, role=Role.Decode)  # another process there now
-        linker.sessions.hold(P0, 7, decode=D0)
+        hold(linker, P0, 7, D0)
         await counted(linker.worker)
         found = await linker.distserve.table()
         states = {pair: link["state"] for pair, link in found["links"].items()}
@@ -100,7 +101,7 @@ async def test_the_table_shows_every_link_the_sessions_and_the_counters(redis: S
 async def test_garbage_is_what_is_older_than_the_age(redis: Space) -> None:
     async with serving(redis) as (engines, (linker,)):
         for session in (1, 2):
-            linker.sessions.hold(P0, session, decode=D0)
+            hold(linker, P0, session, D0)
         await counted(linker.worker)
         old = f'{{"decode":"{D0}","worker":"w1","life":{linker.sessions.life_of(P0)},"at_ms":1}}'
         redis.cli("HSET", redis.key("migrations"), f"{P0}|2", old)
@@ -172,8 +173,8 @@ async def test_links_that_a_worker_died_undoing_are_undone_by_the_next(redis: Sp
 
 async def test_tidying_frees_the_sessions_of_dead_workers_only(redis: Space) -> None:
     async with serving(redis, 2) as (engines, (first, second)):
-        first.sessions.hold(P0, 1, decode=D0)
-        second.sessions.hold(P0, 2, decode=D0)
+        hold(first, P0, 1, D0)
+        hold(second, P0, 2, D0)
         for linker in (first, second):
             await counted(linker.worker)
         await second.distserve.tidy()
@@ -185,11 +186,47 @@ async def test_tidying_frees_the_sessions_of_dead_workers_only(redis: Space) -> 
 
 async def test_each_worker_looks_after_its_own(redis: Space) -> None:
     async with serving(redis, 2) as (engines, (first, second)):
-        first.sessions.hold(P0, 1, decode=D0)
-        second.sessions.hold(P0, 2, decode=D0)
-        for linker in (first, second):
+        for linker, number in ((first, 1), (second, 2)):
+            hold(linker, P0, number)
             await counted(linker.worker)
-        await first.worker.registry.remove(P0)
+        await first.worker.add_ready(P0, role=Role.Prefill)
         first.distserve.tidy_own()
-        await first.sessions.close()
-        assert engines.calls == [("free", P0, "1")]
+        await counted(first.worker)
+        assert set(await second.worker.migrations.all()) == {f"{P0}|2"} and engines.calls == []
+
+
+async def test_a_link_over_which_a_cache_is_on_its_way_is_undone_afterwards(redis: Space) -> None:
+    async with serving(redis, 2) as (engines, (first, second)):
+        await first.links.ensure(P0, D0)
+        await first.links.ensure(P0, D1)
+        first.worker.handing.begin(P0, D0)
+        await counted(first.worker)
+        await first.worker.registry.remove(P0)
+        await second.worker.registry.refresh()
+        engines.calls.clear()
+        await second.distserve.tidy()
+        assert sorted(engines.calls) == [("drop", D1, P0), ("drop", P0, D1)]
+        first.worker.handing.end(P0, D0)
+        await counted(first.worker)
+        await second.distserve.tidy()
+        assert engines.calls[2:] == [("drop", P0, D0), ("drop", D0, P0)]
+
+
+async def test_who_was_stopped_in_the_middle_of_undoing_does_not_undo_the_next_link(redis: Space) -> None:
+    async with serving(redis, 2) as (engines, (first, second)):
+        await first.links.ensure(P0, D0)
+        await first.worker.registry.remove(P0)
+        engines.gates["drop"] = asyncio.Event()
+        task = asyncio.create_task(first.distserve.tidy())
+        while not engines.counts["drop"]:
+            await asyncio.sleep(0.001)
+        # Meanwhile its claim runs out, and the pair is linked anew.
+        link = record(redis)
+        link.until_ms = 1
+        redis.cli("HSET", redis.key("links"), PAIR, msgspec.json.encode(link).decode())
+        await second.worker.add_ready(P0, role=Role.Prefill)
+        await second.links.ensure(P0, D0)
+        engines.gates["drop"].set()
+        await task
+        assert engines.counts["drop"] == 1, "the one that was under way"
+        assert record(redis).state == "connected"

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,7 +23,8 @@ from app.dispatch.handover.protocol import Legs
 from app.dispatch.handover.sglang import Sglang
 from app.errors import BadRequest, EngineProtocolError, EngineRefused
 from app.nodes import Node, Role
-from tests.dispatch.fakes import D0, HEADERS, MODEL, P0, FakeCaller, FakeFigures, FakeRegistry, Json
+from app.store.migrations import Session
+from tests.dispatch.fakes import D0, D1, HEADERS, MODEL, P0, FakeCaller, FakeFigures, FakeRegistry, Json
 
 CHAT, COMPLETIONS, RESPONSES = b"/v1/chat/completions", b"/v1/completions", b"/v1/responses"
 CLIENT: Json = {
@@ -181,8 +183,8 @@ class FakePair:
     """As much of a pair as the bodies look at."""
 
     def __init__(self, prefill: str = P0, decode: str = D0) -> None:
-        self.prefill = self
-        self.url = prefill
+        self.prefill = SimpleNamespace(url=prefill)
+        self.decode = SimpleNamespace(url=decode)
 
 
 ASK: Json = {
@@ -212,7 +214,7 @@ def test_nixl_decode_gets_the_clients_request_with_the_whole_object_that_prefill
     protocol = Nixl(**World().parts, lease_s=30, recompute=True)
     prefilled = read_prefilled(whole(b'{"kv_transfer_params": ' + named + b"}"))
     client = {**CLIENT, "kv_transfer_params": {"remote_host": "evil"}}
-    handed = protocol.hand(FakePair(), members(client), prefilled)  # type: ignore[arg-type]
+    handed = protocol.hand(FakePair(), 0, members(client), prefilled)  # type: ignore[arg-type]
     assert json.loads(handed.body) == {**CLIENT, "kv_transfer_params": json.loads(named)}
     assert named in handed.body
 
@@ -346,16 +348,26 @@ class FakeSessions:
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
 
-    def hold(self, prefill: str, session: int, *, decode: str) -> None:
-        self.log.append(("hold", prefill, session, decode))
+        self.moves: set[Any] = set()
+        self.life = LIFE
+        self.begin, self.done = self.moves.add, self.moves.discard
 
-    def clear(self, prefill: str, session: int) -> None:
-        self.log.append(("clear", prefill, session))
+    def life_of(self, url: str) -> int:
+        return self.life
 
-    def free_soon(self, prefill: str, session: int) -> None:
-        self.log.append(("free", prefill, session))
+    def hold(self, session: Session) -> None:
+        assert session.life == LIFE
+        self.log.append(("hold", session.prefill, session.number, session.decode))
+
+    def clear(self, session: Session) -> None:
+        self.log.append(("clear", session.prefill, session.number))
+
+    def free_soon(self, session: Session) -> None:
+        self.log.append(("free", session.prefill, session.number))
 
 
+LIFE = 3
+"""Of the prefill node when it was asked."""
 GOOD: Json = {"id": "chatcmpl-1", "cache_session_id": 7, "cache_block_ids": [3, 4], "remote_token_ids": [11, 12]}
 
 
@@ -364,7 +376,7 @@ def handed_by(answer: Json, **parts: Any) -> tuple[Any, FakeLinks, FakeSessions,
     protocol = lmdeploy(links=links, sessions=sessions, figures=figures, **parts)
     try:
         pair: Any = FakePair()
-        handed: Any = protocol.hand(pair, members(CLIENT), read_prefilled(whole(json.dumps(answer).encode())))
+        handed: Any = protocol.hand(pair, LIFE, members(CLIENT), read_prefilled(whole(json.dumps(answer).encode())))
     except EngineProtocolError as e:
         handed = e
     return handed, links, sessions, figures
@@ -382,13 +394,16 @@ def test_lmdeploys_decode_is_told_of_the_migration() -> None:
         "is_dummy_prefill": False,
     }
     assert json.loads(handed.body) == {**CLIENT, "migration_request": migration}
-    assert sessions.log == [] and figures.counts == {}
+    assert sessions.log == [("hold", P0, 7, D0)] and figures.counts == {}
 
 
 def test_a_session_is_noted_before_decode_is_called_and_struck_off_once_it_has_it() -> None:
     handed, links, sessions, figures = handed_by(GOOD)
+    assert sessions.log == [("hold", P0, 7, D0)], "before a link that has still to be made"
     handed.goes_to(D0)
+    assert sessions.moves == {handed}
     handed.taken()
+    assert sessions.moves == set()
     assert sessions.log == [("hold", P0, 7, D0), ("clear", P0, 7)]
     assert links.doubts == [] and figures.counts == {}
 
@@ -398,6 +413,20 @@ def test_r62_what_decode_does_not_take_is_freed_and_the_link_doubted() -> None:
     handed.goes_to(D0)
     handed.abandon()
     assert sessions.log == [("hold", P0, 7, D0), ("free", P0, 7)] and links.doubts == [(P0, D0)]
+    assert sessions.moves == set()
+
+
+def test_what_never_went_out_is_freed_and_no_link_is_doubted() -> None:
+    handed, links, sessions, _ = handed_by(GOOD)
+    handed.abandon()
+    assert sessions.log == [("hold", P0, 7, D0), ("free", P0, 7)] and links.doubts == []
+
+
+def test_a_session_is_noted_anew_with_another_decode_node() -> None:
+    handed, _, sessions, _ = handed_by(GOOD)
+    for url in (D0, D1):
+        handed.goes_to(url)
+    assert sessions.log == [("hold", P0, 7, D0), ("hold", P0, 7, D1)] and handed.decode == D1
 
 
 def test_r62_a_session_whose_number_is_not_sure_is_never_freed_by_guessing() -> None:
@@ -406,8 +435,6 @@ def test_r62_a_session_whose_number_is_not_sure_is_never_freed_by_guessing() -> 
     handed.goes_to(D0)
     handed.abandon()
     assert sessions.log == [] and figures.counts == {"sessions_lost": 1}
-    handed.taken()
-    assert sessions.log == []
 
 
 def test_a_refusal_proves_nothing_once_the_engines_have_other_lives() -> None:
@@ -415,6 +442,14 @@ def test_a_refusal_proves_nothing_once_the_engines_have_other_lives() -> None:
     handed.goes_to(D0)
     assert not handed.voided()
     links.lives = "1|5"
+    assert handed.voided()
+
+
+@pytest.mark.parametrize("life", [LIFE + 1, 0])
+def test_what_another_process_or_a_node_that_was_taken_out_handed_over_is_void_before_it_goes_out(life: int) -> None:
+    handed, _, sessions, _ = handed_by(GOOD)
+    assert not handed.voided()
+    sessions.life = life
     assert handed.voided()
 
 

@@ -16,7 +16,7 @@ from app.dispatch.handover.protocol import LinkFailed
 from app.errors import EngineAnswered, EngineBroke, EngineRefused, StoreUnavailable
 from app.nodes import Role, State
 from app.store.links import Link, read_link
-from tests.dispatch.fakes import D0, P0
+from tests.dispatch.fakes import D0, P0, P1
 from tests.dispatch.linking import ONCE, PAIR, LinkEngines, Linker, counted, record, register
 from tests.store.harness import workers
 from tests.support.redis import Space
@@ -288,6 +288,82 @@ async def test_the_link_of_a_worker_that_died_over_it_is_taken_over(redis: Space
         assert engines.counts == ONCE and record(redis).owner == "w2"
 
 
+@pytest.mark.parametrize("step", ["engine_info", "initialize", "connect"])
+async def test_a_worker_that_was_stopped_over_it_takes_no_further_step_once_it_is_anothers(
+    redis: Space, step: str
+) -> None:
+    async with linking(redis, 2) as (engines, (first, second)):
+        engines.gates[step] = asyncio.Event()
+        task = asyncio.create_task(first.ensure())
+        await aeventually(lambda: engines.counts[step] == 1)
+        link = record(redis)
+        link.until_ms = 1
+        redis.cli("HSET", redis.key("links"), PAIR, msgspec.json.encode(link).decode())
+        stopped, engines.gates = engines.gates, {}
+        await second.ensure()
+        calls = len(engines.calls)
+        stopped[step].set()
+        await task
+        # What it asked for before it was stopped; `engine_info` changes nothing at an engine.
+        assert [call for call in engines.calls[calls:] if call[0] != "engine_info"] == []
+        assert (record(redis).state, record(redis).owner) == ("connected", "w2")
+        assert await counted(first.worker) == {"links_made": 1}
+
+
+async def test_a_link_is_made_once_though_redis_loses_everything_over_it(own_redis: Space) -> None:
+    async with linking(own_redis, 4) as (engines, linkers):
+        engines.gates["connect"] = asyncio.Event()
+        tasks = [asyncio.create_task(linkers[0].ensure())]
+        await aeventually(lambda: engines.counts["connect"] == 1)
+        own_redis.cli("FLUSHALL")
+        tasks += [asyncio.create_task(linker.ensure()) for linker in linkers[1:]]
+        await asyncio.sleep(1.5)  # all have joined again, and said what they hold
+        engines.gates["connect"].set()
+        await asyncio.gather(*tasks)
+        assert engines.counts == ONCE
+        assert (record(own_redis).state, record(own_redis).owner) == ("connected", "w1")
+
+
+async def test_the_table_is_back_after_redis_has_lost_everything(own_redis: Space) -> None:
+    async with linking(own_redis, 2) as (engines, (first, second)):
+        await first.ensure()
+        before = record(own_redis)
+        own_redis.cli("FLUSHALL")
+        await aeventually(lambda: record(own_redis) == before, within_s=5)
+        await second.ensure()
+        assert engines.counts == ONCE
+        await first.worker.registry.remove(P0)
+        await first.worker.add_ready(P1, role=Role.Prefill)
+        await first.ensure(P1)
+        assert set(first.worker.links.stands) == {f"{P1}|{D0}"}, "that of the removed node is not brought back"
+
+
+@pytest.mark.parametrize("gone", [P0, D0])
+async def test_nobody_waits_for_the_link_of_a_node_that_was_taken_out(redis: Space, gone: str) -> None:
+    async with linking(redis, 2) as (engines, (first, second)):
+        await first.worker.links.claim(PAIR, first.links.lives_of(P0, D0), 1, wait_s=60)
+        task = asyncio.create_task(second.ensure())
+        await asyncio.sleep(0.03)
+        assert not task.done()
+        await second.worker.registry.remove(gone)
+        with pytest.raises(LinkFailed, match=f"{gone} was taken out") as caught:
+            await asyncio.wait_for(task, 1)
+        assert caught.value.url == gone and engines.calls == []
+
+
+async def test_of_two_that_do_not_match_the_one_is_to_blame_that_matches_with_fewer(redis: Space) -> None:
+    async with linking(redis) as (engines, (linker,)):
+        await linker.worker.add_ready(P1, role=Role.Prefill)
+        engines.info[D0] = {"tp_size": 2, "of": D0}
+        blamed = []
+        for prefill in (P0, P1, P0):
+            redis.cli("DEL", redis.key("links"))
+            with pytest.raises(LinkFailed, match="tp_size") as caught:
+                await linker.ensure(prefill)
+            blamed.append(caught.value.url)
+        assert blamed == [P0, D0, D0], "of the first two nobody can tell"
+
+
 async def test_who_leaves_ends_nobodys_link(redis: Space) -> None:
     async with linking(redis) as (engines, (linker,)):
         engines.gates["connect"] = asyncio.Event()
@@ -447,8 +523,12 @@ async def test_undoing_tells_both_ends_whichever_fails(redis: Space, fails: str 
     async with linking(redis) as (engines, (linker,)):
         if fails:
             refusals(engines, "drop", fails, 1)
-        await linker.links.undo(P0, D0)
+        redis.cli("HSET", redis.key("links"), PAIR, "claim")
+        await linker.links.undo(P0, D0, "claim")
         assert engines.calls == [("drop", P0, D0), ("drop", D0, P0)]
+        redis.cli("HSET", redis.key("links"), PAIR, "another's")
+        await linker.links.undo(P0, D0, "claim")
+        assert len(engines.calls) == 2
 
 
 async def test_a_pair_that_is_being_undone_is_linked_afterwards(redis: Space) -> None:

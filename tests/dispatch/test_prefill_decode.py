@@ -20,7 +20,7 @@ from app.dispatch.caller import Leg
 from app.dispatch.handover import protocol as protocol_module
 from app.dispatch.handover.bodies import Members, Prefilled, for_prefill, with_values
 from app.dispatch.handover.nixl import Nixl
-from app.dispatch.handover.protocol import Concurrent, Handed, Legs, LinkFailed, Protocol
+from app.dispatch.handover.protocol import Concurrent, Handed, HandOverLost, Legs, LinkFailed, Protocol
 from app.dispatch.pair import Pair
 from app.dispatch.retries import never_arrived
 from app.errors import (
@@ -863,21 +863,26 @@ async def test_r61_decode_beside_prefill_has_its_time_from_prefills_end_on() -> 
 
 
 class Voided(Nixl):
-    """NIXL, as far as bodies go; what was handed over is void after decode's first `times` refusals."""
+    """NIXL, as far as bodies go; its first `times` hand-overs go void once they have gone out, or `at_once`."""
 
     times = 1
+    at_once = False
+    handed: list[Handed]
 
-    def hand(self, pair: Pair, members: Members, prefilled: Prefilled) -> Handed:
-        handed = super().hand(pair, members, prefilled)
-        self.times, void = self.times - 1, self.times > 0
-        handed.voided = lambda: void  # type: ignore[method-assign]
+    def hand(self, pair: Pair, life: int, members: Members, prefilled: Prefilled) -> Handed:
+        handed = super().hand(pair, life, members, prefilled)
+        self.handed.append(handed)
+        if len(self.handed) <= self.times:
+            gone: list[str] = ["at once"] if self.at_once else []
+            handed.goes_to = gone.append  # type: ignore[method-assign]
+            handed.voided = lambda: bool(gone)  # type: ignore[method-assign]
         return handed
 
 
-def voided(times: int) -> Callable[..., Protocol]:
+def voided(times: int, *, at_once: bool = False) -> Callable[..., Protocol]:
     def make(**parts: Any) -> Protocol:
         made = Voided(**parts, lease_s=30, recompute=True)
-        made.times = times
+        made.times, made.at_once, made.handed = times, at_once, []
         return made
 
     return make
@@ -914,6 +919,61 @@ async def test_where_prefill_can_not_be_asked_again_decodes_answer_is_the_answer
     assert world.ledger.unfinished == {D0: 1}
     answer.close(Outcome.CLIENT_ERROR)
     assert world.caller.responses[0].closed and world.ledger.unfinished == {}
+
+
+async def test_what_is_void_before_it_goes_out_is_never_sent_to_decode() -> None:
+    world = World(by=voided(1, at_once=True))
+    assert await world.served() == D0
+    assert world.called == [P0, P0, D0]
+    assert world.figures.counts["sessions_lost"] == 1, "NIXL's own: prefill frees it when its lease ends"
+
+
+async def test_what_is_void_again_and_again_before_it_goes_out_is_an_error_in_the_end() -> None:
+    world = World(by=voided(99, at_once=True))
+    with pytest.raises(HandOverLost, match=rf"{P0} has gone before {D0}") as caught:
+        await world.ask()
+    assert (caught.value.status, caught.value.code) == (502, "hand_over_lost")
+    assert world.called == [P0] * 3 and world.ledger.unfinished == {}
+
+
+async def test_a_decode_call_that_is_told_to_end_is_ended_and_prefill_asked_again() -> None:
+    world, gate = World(by=voided(0)), asyncio.Event()
+    world.caller.behaviour = {(D0, 0): waits_for(gate)}
+    asked = world.begin()
+    await turns()
+    protocol: Any = world.protocol
+    (handed,) = protocol.handed
+    handed.end()
+    answer = await asyncio.wait_for(asked, 5)
+    assert world.called == [P0, D0, P0, D0] and world.caller.to(D0)[0].cancelled
+    answer.close(Outcome.OK)
+    assert world.ledger.unfinished == {} and not world.handing.counts.total()
+    handed.end()  # once it is over, that ends nothing
+
+
+@pytest.mark.parametrize(
+    ("first", "taken"),
+    [
+        (b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', True),
+        (b'{"choices":[{"message":{"content":"a"},"finish_reason":"stop"}]}', True),
+        (b'{"choices":[{"mess', True),  # only the beginning of an answer
+        (b": ping\n\n", True),
+        (b'{"error":null,"choices":[]}', True),
+        (b'data: {"error":{"message":"no blocks"}}\n\ndata: [DONE]\n\n', False),
+        (b'{"error":{"message":"no blocks"}}', False),
+        (b'{"object":"error","message":"no blocks"}', False),
+        (b'data: {"choices":[{"delta":{},"finish_reason":"error"}]}\n\n', False),
+        (b'{"choices":[{"message":{},"finish_reason":"abort"}]}', False),
+        (b"", False),
+    ],
+)
+async def test_decodes_200_counts_as_taken_unless_it_says_that_nothing_was_decoded(first: bytes, taken: bool) -> None:
+    world = World(by=voided(0))
+    world.caller.behaviour[D0] = lambda call: (200, first)
+    answer = await world.ask()
+    assert answer.status == 200
+    answer.close(Outcome.OK)
+    assert world.figures.counts["sessions_lost"] == (0 if taken else 1)
 
 
 async def test_to_ask_prefill_again_for_what_went_void_takes_a_retry_and_the_budget() -> None:
@@ -1200,7 +1260,7 @@ async def test_prefill_is_needed_from_the_end_of_its_answer_until_decode_has_the
     world.caller.behaviour[D0] = waits_for(gate, EngineBroke("decode broke off") if end == "fails" else None)
     asked = world.begin()
     await turns()
-    assert world.ledger.unfinished == {D0: 1} and world.handing.counts == {P0: 1}
+    assert world.ledger.unfinished == {D0: 1} and world.handing.counts == {f"{P0}|{D0}": 1}
     if end == "client leaves":
         asked.cancel()
     gate.set()

@@ -270,7 +270,7 @@ def test_removing_a_node_frees_pending_sessions_and_drops_links_on_both_sides(fl
     eventually(lambda: not prefill.strict.links.held and not decode.strict.links.held, within_s=3)
     assert prefill.calls("p2p_drop_connect") == [{"engine_id": prefill.url, "remote_engine_id": decode.url}]
     assert decode.calls("p2p_drop_connect") == [{"engine_id": decode.url, "remote_engine_id": prefill.url}]
-    assert floor.link(prefill, decode) is None
+    eventually(lambda: floor.link(prefill, decode) is None)
     assert pair(prefill, decode) not in floor.table(floor.masters[1])["links"]
     client.leave()
 
@@ -322,6 +322,52 @@ def test_sessions_of_a_prefill_that_restarts_are_struck_off_and_not_freed(floor:
     eventually(lambda: floor.counts(prefill, decode) == [0, 0])
     assert prefill.freed == []
     eventually(lambda: floor.handovers("sessions_lost") == before + 1)
+
+
+def test_a_number_that_a_restarted_prefill_gave_again_is_not_freed_for_the_request_before(floor: Floor) -> None:
+    prefill, decode = floor.linked_pair()
+    decode.set(stall_after=-1)
+    before = floor.leaving()
+    eventually(lambda: floor.migrations() == {(prefill.url, 2)})
+    prefill.restart()
+    floor.add(prefill)
+    after = [floor.leaving() for _ in range(2)]
+    eventually(lambda: floor.migrations() == {(prefill.url, 1), (prefill.url, 2)} and sorted(prefill.held) == [1, 2])
+    before.leave()
+    eventually(lambda: decode.in_flight == 2)
+    time.sleep(0.5)
+    assert prefill.freed == [] and sorted(prefill.held) == [1, 2]
+    assert floor.migrations() == {(prefill.url, 1), (prefill.url, 2)}
+    for client in after:
+        client.leave()
+    eventually(lambda: not prefill.held and not floor.migrations())
+    assert sorted(prefill.freed) == [1, 2]
+
+
+@pytest.mark.parametrize("role", [Role.Prefill, Role.Decode])
+def test_a_node_that_is_taken_out_while_decode_fetches_costs_nobody_a_cache(floor: Floor, role: Role) -> None:
+    prefill, decode = floor.linked_pair()
+    decode.set(ttft_s=0.6)
+    running = start(load.many(floor.urls, 1, model=floor.model, stream=True))
+    eventually(lambda: decode.in_flight == 1 and floor.migrations() == {(prefill.url, 2)})
+    floor.remove(prefill if role is Role.Prefill else decode)
+    assert all(answer.ok and answer.done for answer in running.result(20))
+    assert prefill.freed == [] and floor.fabric.late_frees == []
+    eventually(lambda: not prefill.strict.links.held and not decode.strict.links.held, within_s=3)
+
+
+@pytest.mark.parametrize("role", [Role.Prefill, Role.Decode])
+def test_a_request_whose_node_is_taken_out_goes_to_another_once_it_has_taken_too_long(floor: Floor, role: Role) -> None:
+    prefill, decode = floor.linked_pair()
+    decode.set(stall_after=-1)
+    running = start(load.many(floor.urls, 1, model=floor.model, stream=True))
+    eventually(lambda: decode.in_flight == 1 and floor.migrations() == {(prefill.url, 2)})
+    other = floor.prefill() if role is Role.Prefill else floor.decode()
+    decode.set(stall_after=None)  # what comes later is answered
+    floor.remove(prefill if role is Role.Prefill else decode)
+    assert all(answer.ok and answer.done for answer in running.result(20))
+    assert prefill.freed == [2] and len(other.legs) == 1, other
+    eventually(lambda: decode.in_flight == 0 and not floor.migrations())
 
 
 def test_a_node_that_comes_back_is_linked_anew(floor: Floor) -> None:

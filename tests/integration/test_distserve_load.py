@@ -161,6 +161,31 @@ def test_a_worker_that_dies_while_it_makes_a_link_leaves_it_to_another(floor: Fl
         prefill.restart()
 
 
+def test_a_worker_that_is_stopped_while_it_makes_a_link_does_not_touch_that_of_the_next(floor: Floor) -> None:
+    """Longer than its lease: another one links, and what the first had still to do would undo that."""
+    prefill, decode = floor.pair()
+    decode.fault("p2p_initialize", delay_s=1, times=1)
+    clients = [floor.leaving()]
+    eventually(lambda: decode.calls("p2p_initialize"))
+    owner = (floor.link(prefill, decode) or {})["owner"]
+    (stopped,) = [pid for pid in floor.deployment.worker_pids() if f"-{pid}-" in owner]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        decode.heal()
+        linked = asyncio.run(load.many([floor.urls[1]], 8, model=floor.model))
+        assert all(answer.ok for answer in linked)
+        calls = [len(engine.calls(call)) for engine in (prefill, decode) for call in ("p2p_initialize", "p2p_connect")]
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    time.sleep(2)
+    for client in clients:
+        client.leave()
+    after = [len(engine.calls(call)) for engine in (prefill, decode) for call in ("p2p_initialize", "p2p_connect")]
+    assert after == calls and (floor.link(prefill, decode) or {})["owner"] != owner
+    assert all(answer.ok for answer in floor.many(16))
+    assert prefill.links == {decode.url} and floor.fabric.refusals == []
+
+
 # --- 1,000 requests with faults at every stage
 
 PREFILL_FAULTS: list[dict[str, Any]] = [

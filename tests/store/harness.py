@@ -21,7 +21,7 @@ from app.store.last_known import LastKnown
 from app.store.ledger import Ledger, Ticket
 from app.store.links import LinkTable
 from app.store.locator import Locator
-from app.store.migrations import Migrations
+from app.store.migrations import Migrations, Session
 from app.store.registry import BreakerRules, Registry
 from app.store.scripts import load_scripts
 from app.store.snapshot import Pool, Snapshot
@@ -76,7 +76,7 @@ class Worker:
         self.budget = RetryBudget(ledger=self.ledger, **shared)  # type: ignore[arg-type]
         self.figures = Handovers(ledger=self.ledger, **shared)  # type: ignore[arg-type]
         self.handing = Handing(ledger=self.ledger, keys=self.keys, worker=name)
-        self.links = LinkTable(worker=name, **shared)  # type: ignore[arg-type]
+        self.links = LinkTable(ledger=self.ledger, worker=name, **shared)  # type: ignore[arg-type]
         self.migrations = Migrations(ledger=self.ledger, scripts=SCRIPTS, worker=name, **shared)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
@@ -99,11 +99,18 @@ class Worker:
         """`count` requests counted at once."""
         return list(await asyncio.gather(*(self.ledger.acquire(of(model)) for _ in range(count))))
 
+    async def take_nothing(self) -> None:
+        """Return once Redis has got all that was sent before."""
+        await self.registry.redis.ping()
+        pipeline = self.ledger._pipeline
+        if pipeline is not None:
+            await pipeline.call(("PING",))
+
     async def leave_traces(self, prefill: str, decode: str) -> None:
         """What split serving, retries and breakers write, of each kind something."""
         await self.links.claim(f"{prefill}|{decode}", "1|2", self.registry.snapshot.version, wait_s=60)
-        self.migrations.hold(prefill, 7, decode=decode, life=1)
-        self.handing.begin(prefill)
+        self.migrations.hold(Session(prefill, 7, 1, decode))
+        self.handing.begin(prefill, decode)
         self.figures.count("links_made")
         self.figures.took(prefill, "prefill", 0.25)
         await self.registry.record_failure(decode, BreakerRules(threshold=100, open_s=10))

@@ -200,6 +200,29 @@ async def test_a_claim_that_was_taken_over_is_not_settled(redis: Space) -> None:
         assert await w2.links.settle(PAIR, second.text, Link("connected", LIVES, 5))
 
 
+async def test_a_worker_without_a_lease_claims_nothing(redis: Space) -> None:
+    """Redis has lost everything: who has a claim has not said so again yet."""
+    async with workers(redis, 1) as (w1,):
+        redis.cli("ZREM", redis.key("workers"), "w1")
+        assert (await claim(w1)).code == Code.ABSENT and text_in(redis) is None
+        put(redis, {"state": "connected", "lives": LIVES, "version": 5})
+        redis.cli("ZREM", redis.key("workers"), "w1")
+        assert (await claim(w1)).code == Code.UNCHANGED, "that much can be told"
+
+
+async def test_a_claim_is_held_until_it_is_anothers_and_comes_back_where_redis_lost_it(redis: Space) -> None:
+    async with workers(redis, 2) as (w1, w2):
+        first = await claim(w1, wait_s=0)
+        assert await w1.links.holds(PAIR, first.text)
+        redis.cli("HDEL", redis.key("links"), PAIR)
+        assert await w1.links.holds(PAIR, first.text) and text_in(redis) == first.text
+        second = await claim(w2)
+        assert not await w1.links.holds(PAIR, first.text) and text_in(redis) == second.text
+        assert w1.links.stands == {PAIR: first.text} and w2.links.stands == {PAIR: second.text}
+        assert await w2.links.settle(PAIR, second.text, Link("failed", LIVES, 5, until_ms=1))
+        assert w2.links.stands == {}
+
+
 async def test_of_all_who_would_undo_a_link_one_may(redis: Space) -> None:
     async with workers(redis, 4) as made:
         seen = put(redis, {"state": "connected", "lives": "1|5", "version": 4})

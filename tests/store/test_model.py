@@ -299,9 +299,8 @@ class Machine(RuleBasedStateMachine):
         model = self.model
         if certain and self.truth[worker].alive:
             return  # who is known to have died is dead
-        reply = self.run(
-            "give_up_worker", [*self.counting_keys(worker), self.keys.workers], [worker, "1" if certain else "0"]
-        )
+        names = [*self.counting_keys(worker), self.keys.workers, self.keys.handing(worker)]
+        reply = self.run("give_up_worker", names, [worker, "1" if certain else "0"])
         if not certain and model.leases.get(worker, False):
             assert reply == [5, 0]
             return

@@ -355,6 +355,7 @@ def ticked(cell: str) -> list[str]:
 KEY_ROWS = {ticked(row[0])[0]: row[1:] for row in table("key", "type", "meaning", "look at it")}
 SAME = {
     "unfinished:<w>": "unfinished:<worker>",
+    "handing:<w>": "handing:<worker>",
     "lease": "prober",
     "records": "links",
 }

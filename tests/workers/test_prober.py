@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,12 +22,13 @@ from app.store.registry import Registry
 from app.store.scripts import load_scripts
 from app.upstream.management import Health, Verdict
 from tests.store.harness import Worker, give_back, registered, totals
-from tests.support.redis import PrivateRedis, Space
+from tests.support.redis import Space
 from tests.support.wait import aeventually
 from workers import prober as prober_module
 from workers.prober import Finding, Prober, Record, Rules, expired, interval_s, verdict
 
 A, B, C = "http://10.0.0.1:23333", "http://10.0.0.2:23333", "http://10.0.0.3:23333"
+D = "http://10.0.0.4:23333"
 RULES = Rules(
     interval_s=5.0, down_after=3, up_after=2, busy_grace_s=10.0, heartbeat_expiration_s=90.0, forget_after_s=86_400.0
 )
@@ -481,9 +482,9 @@ async def test_a_drain_waits_for_hand_overs_too_but_not_for_those_of_the_dead(re
     async with probing(redis) as one, lasting, Worker(redis.url, redis.namespace, "w3", lease_s=1) as dying:
         for url in (A, B):
             await add(one.registry, url, State.READY)
-        lasting.handing.begin(A)
-        dying.handing.begin(B)
-        await aeventually(lambda: redis.cli("HGETALL", redis.key("handing:w3")) == {B: "1"})
+        lasting.handing.begin(A, D)
+        dying.handing.begin(B, D)
+        await aeventually(lambda: redis.cli("HGETALL", redis.key("handing:w3")) == {f"{B}|{D}": "1"})
         for url in (A, B):
             await one.registry.drain(url, 60)
         await asyncio.sleep(0.2)
@@ -491,15 +492,15 @@ async def test_a_drain_waits_for_hand_overs_too_but_not_for_those_of_the_dead(re
         redis.cli("ZREM", redis.key("workers"), "w3")
         await dying.ledger.close()
         await aeventually(lambda: set(registered(redis)) == {A})
-        lasting.handing.end(A)
+        lasting.handing.end(A, D)
         await aeventually(lambda: registered(redis) == {})
 
 
 async def test_a_drain_that_has_taken_too_long_waits_for_no_hand_over(redis: Space) -> None:
     async with probing(redis) as one, Worker(redis.url, redis.namespace, "w2") as worker:
         await add(one.registry, A, State.READY)
-        worker.handing.begin(A)
-        await aeventually(lambda: redis.cli("HGETALL", redis.key("handing:w2")) == {A: "1"})
+        worker.handing.begin(A, D)
+        await aeventually(lambda: redis.cli("HGETALL", redis.key("handing:w2")) == {f"{A}|{D}": "1"})
         await one.registry.drain(A, 0.3)
         await aeventually(lambda: registered(redis) == {}, within_s=3)
 
@@ -667,12 +668,6 @@ async def test_the_loop_ends_even_if_its_cancellation_is_lost(redis: Space, monk
         one.task.cancel()
         done, _ = await asyncio.wait({one.task}, timeout=2)
         assert done
-
-
-@pytest.fixture
-def own_redis() -> Iterator[Space]:
-    with PrivateRedis() as server:
-        yield Space(server, "own")
 
 
 async def test_a_turn_without_redis_is_no_end(own_redis: Space) -> None:

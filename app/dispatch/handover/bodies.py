@@ -82,6 +82,10 @@ def check_one_prompt(members: Members) -> None:
         )
 
 
+GAVE_UP = ("abort", "error")
+"""`finish_reason` of an engine that did not do what it was asked."""
+
+
 class Prefilled(msgspec.Struct):
     """A prefill node's answer, as far as it is looked at. `members`: all of it, undecoded."""
 
@@ -102,12 +106,32 @@ def read_prefilled(whole: Whole) -> Prefilled:
             usage = msgspec.json.decode(members.get("usage", Raw(b"null")))
             choices = msgspec.json.decode(members.get("choices", Raw(b"null")))
             found.usage = usage if isinstance(usage, dict) else found.usage
-            if isinstance(choices, list):
-                reasons = [choice.get("finish_reason") for choice in choices if isinstance(choice, dict)]
-                found.aborted |= any(reason in ("abort", "error") for reason in reasons)
+            found.aborted |= _gave_up(choices)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise EngineProtocolError(f"engine {whole.url} answered a prefill with what is no JSON object") from e
     return found
+
+
+def shows_failure(first: bytes) -> bool:
+    """Whether the first bytes of a 200 say that nothing was decoded: none at all, an error, or a request given up.
+
+    What can't be read says nothing of the kind: it is the beginning of an answer.
+    """
+    if not first:
+        return True
+    events = _events(first)
+    try:
+        found = msgspec.json.decode(events[0] if events else first)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    if not isinstance(found, dict):
+        return False
+    return bool(found.get("error")) or found.get("object") == "error" or _gave_up(found.get("choices"))
+
+
+def _gave_up(choices: object) -> bool:
+    found = choices if isinstance(choices, list) else []
+    return any(isinstance(choice, dict) and choice.get("finish_reason") in GAVE_UP for choice in found)
 
 
 def _events(body: bytes) -> list[bytes]:

@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -78,6 +79,7 @@ class Links:
         self._rules = rules
         self._engine_key = engine_key
         self._made: dict[str, str] = {}  # pair -> lives
+        self._unlike: defaultdict[str, set[str]] = defaultdict(set)  # url -> those that it could not be linked to
         self._making: dict[str, asyncio.Task[None]] = {}
         self._own_keys: dict[str, str] = {}
         self._doubted: dict[str, asyncio.Task[None]] = {}
@@ -104,7 +106,9 @@ class Links:
 
     def _note(self, pair: str, lives: str) -> None:
         nodes = self._registry.snapshot.nodes
-        self._made = {made: of for made, of in self._made.items() if all(url in nodes for url in ends_of(made))}
+        for known in (self._made, self._table.stands):
+            for gone in [made for made in known if not all(url in nodes for url in ends_of(made))]:
+                del known[gone]
         self._made[pair] = lives
 
     def lives_of(self, prefill: str, decode: str) -> str:
@@ -112,9 +116,20 @@ class Links:
         nodes = self._registry.snapshot.nodes
         return "|".join(str(nodes[url].life) if url in nodes else "none" for url in (prefill, decode))
 
-    async def undo(self, prefill: str, decode: str) -> None:
-        """Let both engines drop their link."""
+    def _odd_one(self, prefill: str, decode: str) -> str:
+        """Which of two engines that don't match is to blame: the one that matches with fewer; prefill where that
+        can't be told."""
+        for gone in [url for url in self._unlike if url not in self._registry.snapshot.nodes]:
+            del self._unlike[gone]
+        self._unlike[prefill].add(decode)
+        self._unlike[decode].add(prefill)
+        return max((prefill, decode), key=lambda url: len(self._unlike[url]))
+
+    async def undo(self, prefill: str, decode: str, claim: str) -> None:
+        """Let both engines drop their link, as long as that is this worker's `claim`. Raises StoreUnavailable."""
         for url, other in ((prefill, decode), (decode, prefill)):
+            if not await self._table.holds(pair_of(prefill, decode), claim):
+                return
             try:
                 await self._engines.p2p_drop_connect(url, other, self.key_of(url))
             except UpstreamError as e:
@@ -165,6 +180,9 @@ class Links:
         """Link, or wait for the worker that does."""
         deadline_s = time.monotonic() + self._rules.timeout_s
         while True:
+            for url in (prefill, decode):
+                if url not in self._registry.snapshot.nodes:
+                    raise LinkFailed(f"{url} was taken out before it was linked", url=url)
             pair, lives = pair_of(prefill, decode), self.lives_of(prefill, decode)
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
@@ -177,7 +195,7 @@ class Links:
                     await self._registry.refresh()
             except StoreUnavailable:
                 with contextlib.suppress(_Outdated):
-                    await self._link(prefill, decode, lives, left_s)
+                    await self._link(prefill, decode, lives, left_s, None)
                     self._note(pair, lives)
                     return
                 continue
@@ -194,10 +212,10 @@ class Links:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _link_and_settle(self, prefill: str, decode: str, claim: Claim, left_s: float) -> bool:
-        """False: an engine got another life meanwhile, and the claim is given up."""
+        """False: an engine got another life meanwhile, and the claim is given up; or it is another worker's by now."""
         begun_s, now_ms = time.monotonic(), claim.link.since_ms
         try:
-            identity = await self._link(prefill, decode, claim.link.lives, left_s)
+            identity = await self._link(prefill, decode, claim.link.lives, left_s, claim.text)
         except _Outdated:
             with contextlib.suppress(StoreUnavailable):
                 await self._table.drop(pair_of(prefill, decode), claim.text)
@@ -217,22 +235,35 @@ class Links:
                 self._failing.warn(e.url, f"no link between {prefill} and {decode}: {e.message}")
             raise
         took_s = time.monotonic() - begun_s
-        await self._settle(prefill, decode, claim, "connected", took_ms=round(took_s * 1000), identity=identity)
+        if not await self._settle(prefill, decode, claim, "connected", took_ms=round(took_s * 1000), identity=identity):
+            return False
         self._figures.count("links_made")
         self._figures.took(decode, "link", took_s)
         log.info("linked %s and %s in %.3f s", prefill, decode, took_s)
         return True
 
-    async def _settle(self, prefill: str, decode: str, claim: Claim, state: str, **more: int | str) -> None:
+    async def _settle(self, prefill: str, decode: str, claim: Claim, state: str, **more: int | str) -> bool:
         known = claim.link
         link = Link(state, known.lives, known.version, since_ms=known.since_ms, owner=known.owner)
         for name, value in more.items():
             setattr(link, name, value)
-        with contextlib.suppress(StoreUnavailable):  # the others see the claim run out, and link once more
-            await self._table.settle(pair_of(prefill, decode), claim.text, link)
+        try:
+            return await self._table.settle(pair_of(prefill, decode), claim.text, link)
+        except StoreUnavailable:  # the others see the claim run out, and link once more
+            return True
 
-    async def _link(self, prefill: str, decode: str, lives: str, left_s: float) -> str:
-        """All tries; what tells the two engines from others. Raises LinkFailed, _Outdated."""
+    async def _link(self, prefill: str, decode: str, lives: str, left_s: float, claim: str | None) -> str:
+        """All tries; what tells the two engines from others. Raises LinkFailed, _Outdated.
+
+        `claim`: looked at before each step, since a worker that was stopped for long may have lost it.
+        """
+        pair = pair_of(prefill, decode)
+
+        async def check() -> None:
+            with contextlib.suppress(StoreUnavailable):
+                if claim is not None and not await self._table.holds(pair, claim):
+                    raise _Outdated
+
         deadline_s = asyncio.get_running_loop().time() + left_s
         pause_s, error = PAUSES_S[0], LinkFailed("too many links are being made", url=prefill)
         try:
@@ -241,9 +272,9 @@ class Links:
                     if self.lives_of(prefill, decode) != lives:
                         raise _Outdated
                     try:
-                        return await _Try(self._engines, self.key_of, prefill, decode, deadline_s).make()
+                        return await _Try(self._engines, self.key_of, prefill, decode, deadline_s).make(check)
                     except _Unlike as e:
-                        raise LinkFailed(str(e), url=prefill) from e
+                        raise LinkFailed(str(e), url=self._odd_one(prefill, decode)) from e
                     except LinkFailed as e:
                         if isinstance(e.__cause__, EngineAnswered) and e.__cause__.lacking:
                             raise
@@ -273,8 +304,8 @@ class _Try:
         self._decode = decode
         self._deadline_s = deadline_s
 
-    async def make(self) -> str:
-        """What tells the two engines from others. Raises LinkFailed, _Unlike."""
+    async def make(self, check: Callable[[], Awaitable[None]]) -> str:
+        """What tells the two engines from others. Raises LinkFailed, _Unlike, and what `check` does before a step."""
         engines, key_of, prefill, decode = self._engines, self._key_of, self._prefill, self._decode
         ours, theirs = await self.ask()
         if ours["tp_size"] != theirs["tp_size"]:
@@ -282,9 +313,13 @@ class _Try:
                 f"{prefill} has tp_size {ours['tp_size']} and {decode} has {theirs['tp_size']}: "
                 "LMDeploy links engines of the same tp_size only"
             )
+        await check()
         of_prefill = await self._at(prefill, engines.p2p_initialize((prefill, ours), (decode, theirs), key_of(prefill)))
+        await check()
         of_decode = await self._at(decode, engines.p2p_initialize((decode, theirs), (prefill, ours), key_of(decode)))
+        await check()
         await self._at(prefill, engines.p2p_connect(prefill, decode, of_decode, key_of(prefill)))
+        await check()
         await self._at(decode, engines.p2p_connect(decode, prefill, of_prefill, key_of(decode)))
         return identity_of(ours, theirs)
 
@@ -314,7 +349,8 @@ def identity_of(prefill: Json, decode: Json) -> str:
 
 
 class _Outdated(Exception):
-    """An engine was registered anew since the claim: it is another process, and this link would not be its."""
+    """An engine was registered anew since the claim: it is another process, and this link would not be its. Or the
+    claim is another worker's."""
 
 
 class _Unlike(Exception):

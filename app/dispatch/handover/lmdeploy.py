@@ -18,7 +18,14 @@ import msgspec
 from app.dispatch.answer import Answer, EngineRequest, Whole
 from app.dispatch.bodies import members_of
 from app.dispatch.caller import Caller, Leg
-from app.dispatch.handover.bodies import Members, Prefilled, for_prefill, value_of, with_values
+from app.dispatch.handover.bodies import (
+    Members,
+    Prefilled,
+    for_prefill,
+    read_prefilled,
+    value_of,
+    with_values,
+)
 from app.dispatch.handover.links import Links
 from app.dispatch.handover.protocol import CHAT, Handed, Sequential
 from app.dispatch.handover.sessions import Sessions
@@ -27,6 +34,7 @@ from app.dispatch.pair import Pair
 from app.errors import BadRequest, UpstreamError
 from app.store.handovers import Handovers
 from app.store.ledger import Ticket
+from app.store.migrations import Session
 from app.upstream.transport import Response
 
 FROM_PROXY = (b"x-lmdeploy-distserve-proxy", b"1")
@@ -78,10 +86,16 @@ class Lmdeploy(Sequential):
     async def call_decode(self, pair: Pair, request: EngineRequest, leg: Leg = Leg.WHOLE) -> Response:
         return await super().call_decode(pair, with_header(request), leg)
 
-    def hand(self, pair: Pair, members: Members, prefilled: Prefilled) -> Handed:
+    def life_of(self, url: str) -> int:
+        return self._sessions.life_of(url)
+
+    def gave_up(self, url: str, life: int, prefilled: Prefilled) -> None:
+        self._free(url, life, read_kept(prefilled.members))
+
+    def hand(self, pair: Pair, life: int, members: Members, prefilled: Prefilled) -> Handed:
         url, kept = pair.prefill.url, read_kept(prefilled.members)
         if kept.blocks is None or kept.token is None:
-            self._free(url, kept)
+            self._free(url, life, kept)
             self.handed_nothing(url, "cache_block_ids", fatal=not self._recompute)
             return Handed(prefilled, with_values(members, {}))
         migration = {
@@ -93,32 +107,37 @@ class Lmdeploy(Sequential):
             "is_dummy_prefill": False,
         }
         body = with_values(members, {"migration_request": migration})
-        return _Migrating(prefilled, body, url, kept, self._links, self._sessions, self.figures)
+        session = Session(url, kept.session, life, pair.decode.url)
+        move = _Migrating(prefilled, body, session, kept.sure, self._links, self._sessions, self.figures)
+        if kept.sure:
+            self._sessions.hold(session)
+        return move
 
-    def left_in_prefill(self, pair: Pair, answer: asyncio.Task[Whole]) -> None:
+    def left_in_prefill(self, pair: Pair, life: int, answer: asyncio.Task[Whole]) -> None:
         # Aborted, the engine would keep a cache of which nobody has learnt the number.
-        self._sessions.run_in_background(self._learn_and_free(pair.leave_prefill(), answer))
+        self._sessions.run_in_background(self._learn_and_free(pair.leave_prefill(), life, answer))
 
-    async def _learn_and_free(self, ticket: Ticket, answer: asyncio.Task[Whole]) -> None:
+    async def _learn_and_free(self, ticket: Ticket, life: int, answer: asyncio.Task[Whole]) -> None:
         url = ticket.url
         try:
             async with asyncio.timeout(LEARN_WITHIN_S):
                 whole = await answer
-            kept = read_kept(self.read(whole).members) if whole.status < 400 else Kept(0, False, None, None)
+            kept = read_kept(read_prefilled(whole).members) if whole.status < 400 else Kept(0, False, None, None)
         except (TimeoutError, UpstreamError):
             self.figures.count("sessions_lost")
             return
         finally:
             answer.cancel()
             ticket.release(succeeded=False)
-        self._free(url, kept)
+        self._free(url, life, kept)
         if whole.status < 400 and not kept.sure:
             self.figures.count("sessions_lost")
 
-    def _free(self, url: str, kept: Kept) -> None:
+    def _free(self, url: str, life: int, kept: Kept) -> None:
         if kept.sure:
-            self._sessions.hold(url, kept.session, decode="")
-            self._sessions.free_soon(url, kept.session)
+            session = Session(url, kept.session, life)
+            self._sessions.hold(session)
+            self._sessions.free_soon(session)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,44 +192,52 @@ def with_header(request: EngineRequest) -> EngineRequest:
 
 
 class _Migrating(Handed):
-    """A session whose cache prefill keeps until decode has it."""
+    """A session whose cache prefill keeps until decode has it. `sure`: it can be freed by its number."""
 
     def __init__(
         self,
         prefilled: Prefilled,
         body: bytes,
-        prefill: str,
-        kept: Kept,
+        session: Session,
+        sure: bool,
         links: Links,
         sessions: Sessions,
         figures: Handovers,
     ) -> None:
         super().__init__(prefilled, body)
+        self.prefill = session.prefill
+        self.decode = session.decode
+        self.ends_at_s: float | None = None
+        self._session = session
+        self._sure = sure
+        self._lives: str | None = None
         self._links = links
-        self._decode = ""
-        self._lives = ""
-        self._prefill = prefill
-        self._kept = kept
         self._sessions = sessions
         self._figures = figures
 
     def goes_to(self, url: str) -> None:
-        self._decode = url
-        self._lives = self._links.lives_of(self._prefill, url)
-        if self._kept.sure:
-            self._sessions.hold(self._prefill, self._kept.session, decode=url)
+        self._lives = self._links.lives_of(self.prefill, url)
+        self._sessions.begin(self)
+        if url != self.decode:
+            self.decode = self._session.decode = url
+            if self._sure:
+                self._sessions.hold(self._session)
 
     def voided(self) -> bool:
-        return self._links.lives_of(self._prefill, self._decode) != self._lives
+        if self._sessions.life_of(self.prefill) != self._session.life:
+            return True
+        return self._lives is not None and self._links.lives_of(self.prefill, self.decode) != self._lives
 
     def taken(self) -> None:
-        if self._kept.sure:
-            self._sessions.clear(self._prefill, self._kept.session)
+        self._sessions.done(self)
+        self._sessions.clear(self._session)
 
     def _give_up(self) -> None:
-        self._links.doubt(self._prefill, self._decode)
-        if self._kept.sure:
-            self._sessions.free_soon(self._prefill, self._kept.session)
+        self._sessions.done(self)
+        if self._lives is not None:
+            self._links.doubt(self.prefill, self.decode)
+        if self._sure:
+            self._sessions.free_soon(self._session)
         else:
             self._figures.count("sessions_lost")
 

@@ -48,7 +48,7 @@ class Nixl(Sequential):
     def prefill_body(self, members: Members, path: bytes) -> bytes:
         return for_prefill(members, {"kv_transfer_params": ASK_FOR_PARAMS}, limits=limits_of(path))
 
-    def hand(self, pair: Pair, members: Members, prefilled: Prefilled) -> Handed:
+    def hand(self, pair: Pair, life: int, members: Members, prefilled: Prefilled) -> Handed:
         params = prefilled.members.get("kv_transfer_params")
         if params is None or not _names_a_place(params):
             self.handed_nothing(pair.prefill.url, "usable kv_transfer_params", fatal=not self._recompute)

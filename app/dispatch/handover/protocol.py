@@ -23,6 +23,7 @@ from app.dispatch.handover.bodies import (
     check_one_prompt,
     check_splittable,
     read_prefilled,
+    shows_failure,
 )
 from app.dispatch.handover.merge import Known, Wait, merged
 from app.dispatch.pair import Pair
@@ -87,7 +88,7 @@ class Protocol(ABC):
         """Raises EngineProtocolError: no JSON, or the engine says that it gave the request up."""
         prefilled = read_prefilled(whole)
         if prefilled.aborted:
-            raise EngineProtocolError(f"engine {whole.url} gave up the prefill")
+            raise gave_up(whole.url)
         return prefilled
 
 
@@ -98,6 +99,7 @@ class Handed:
         self.prefilled = prefilled
         self.body = body
         self.valid_until_s = valid_until_s  # time.monotonic()
+        self.fetching: asyncio.Timeout | None = None
         self._abandoned = False
 
     @property
@@ -119,8 +121,13 @@ class Handed:
     def _give_up(self) -> None:
         """What a protocol does about what nobody takes."""
 
+    def end(self) -> None:
+        """Decode's call is to end at once: a node of the two was taken out."""
+        if self.fetching is not None:
+            self.fetching.reschedule(0.0)
+
     def voided(self) -> bool:
-        """Whether what decode needs to take it has gone since `goes_to`: then its refusal proves nothing."""
+        """Whether what decode needs to take it has gone: then its refusal proves nothing."""
         return False
 
 
@@ -143,13 +150,23 @@ class Sequential(Protocol):
     def prefill_body(self, members: Members, path: bytes) -> bytes: ...
 
     @abstractmethod
-    def hand(self, pair: Pair, members: Members, prefilled: Prefilled) -> Handed:
-        """Raises EngineProtocolError where nothing was handed over and the settings want that to fail."""
+    def hand(self, pair: Pair, life: int, members: Members, prefilled: Prefilled) -> Handed:
+        """`life`: of the prefill node when it was asked.
+
+        Raises EngineProtocolError where nothing was handed over and the settings want that to fail.
+        """
 
     async def link(self, pair: Pair) -> None:
         """Make sure that the two can reach each other. Raises LinkFailed."""
 
-    def left_in_prefill(self, pair: Pair, answer: asyncio.Task[Whole]) -> None:
+    def life_of(self, url: str) -> int:
+        """Which process is at a node's address, where a protocol minds."""
+        return 0
+
+    def gave_up(self, url: str, life: int, prefilled: Prefilled) -> None:
+        """Prefill answered that it gave the request up."""
+
+    def left_in_prefill(self, pair: Pair, life: int, answer: asyncio.Task[Whole]) -> None:
         """The client left while prefill computes."""
         answer.cancel()
 
@@ -187,18 +204,22 @@ class Sequential(Protocol):
                 return handed
 
     async def _prefill(self, pair: Pair, request: EngineRequest, members: Members) -> Handed | Answer:
-        url = pair.prefill.url
+        url, begun_s = pair.prefill.url, time.monotonic()
+        life = self.life_of(url)
         answer = asyncio.create_task(self.call_prefill(url, request), name="prefill")
-        begun_s = time.monotonic()
         try:
             whole = await asyncio.shield(answer)
         except asyncio.CancelledError:
-            self.left_in_prefill(pair, answer)
+            self.left_in_prefill(pair, life, answer)
             raise
         if whole.status >= 400:
             return Answer(whole, url, ())
         pair.took("prefill", url, time.monotonic() - begun_s)
-        handed = self.hand(pair, members, self.read(whole))
+        prefilled = read_prefilled(whole)
+        if prefilled.aborted:
+            self.gave_up(url, life, prefilled)
+            raise gave_up(url)
+        handed = self.hand(pair, life, members, prefilled)
         pair.hand_over()
         return handed
 
@@ -208,14 +229,22 @@ class Sequential(Protocol):
         try:
             while True:
                 try:
-                    await self.link(pair)
-                    handed.goes_to(pair.decode.url)
-                    pair.took("handover", pair.decode.url, time.monotonic() - done_s)
-                    response = await self.call_decode(pair, replace(request, body=handed.body))
+                    response = await self._decode(pair, request, handed, done_s)
                     break
+                except HandOverLost:
+                    handed.abandon()
+                    if await pair.retries.may_again() and await pair.prefill_again():
+                        return None
+                    raise
                 except UpstreamError as e:
-                    if not await pair.retries.may(e) or not await pair.replace_decode():
+                    at_prefill = isinstance(e, LinkFailed) and e.url == pair.prefill.url
+                    if not await pair.retries.may(e) or not await pair.replace(
+                        pair.prefill.url if at_prefill else pair.decode.url
+                    ):
                         raise
+                    if at_prefill:
+                        handed.abandon()
+                        return None
                     if not (never_arrived(e) and handed.valid):
                         handed.abandon()
                         if await pair.prefill_again():
@@ -227,7 +256,10 @@ class Sequential(Protocol):
             raise
         url = pair.decode.url
         if response.status < 400:
-            handed.taken()
+            if isinstance(response, Begun) and shows_failure(response.first):
+                handed.abandon()
+            else:
+                handed.taken()
         else:
             handed.abandon()
             try:
@@ -239,6 +271,23 @@ class Sequential(Protocol):
                 response.close()
                 return None
         return await finish(pair, response, lambda: handed.prefilled, url=url, broke=self.caller.broke)
+
+    async def _decode(self, pair: Pair, request: EngineRequest, handed: Handed, done_s: float) -> Response:
+        """Decode's answer. Raises HandOverLost: prefill's process or one of the two nodes has gone meanwhile."""
+        if not handed.voided():
+            await self.link(pair)
+        if handed.voided():
+            raise HandOverLost(f"engine {pair.prefill.url} has gone before {pair.decode.url} could fetch its cache")
+        url = pair.decode.url
+        handed.goes_to(url)
+        pair.took("handover", url, time.monotonic() - done_s)
+        try:
+            async with asyncio.timeout(None) as handed.fetching:
+                return await self.call_decode(pair, replace(request, body=handed.body))
+        except TimeoutError as e:
+            raise HandOverLost(f"{pair.prefill.url} or {url} was taken out in the middle of a hand-over") from e
+        finally:
+            handed.fetching = None
 
     async def _decode_again(self, pair: Pair, handed: Handed, status: int) -> bool:
         """Whether a refused hand-over is to be made once more, at the same decode node or another."""
@@ -257,6 +306,16 @@ class LinkFailed(EngineUnreachable):
     def __init__(self, message: str, *, url: str) -> None:
         super().__init__(message)
         self.url = url
+
+
+class HandOverLost(EngineUnreachable):
+    """What prefill handed over has gone, through nobody's fault: it restarted, or a node was taken out."""
+
+    code = "hand_over_lost"
+
+
+def gave_up(url: str) -> EngineProtocolError:
+    return EngineProtocolError(f"engine {url} gave up the prefill")
 
 
 class _LegFailed(Exception):

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol
 
 from app.errors import StoreUnavailable, UpstreamError
 from app.store.handovers import Handovers
-from app.store.migrations import Migration, Migrations, read_migration, session_of
+from app.store.migrations import Migration, Migrations, Session, read_migration, session_of
 from app.store.registry import Registry
 from app.upstream.distserve import DistServeClient
 
@@ -22,6 +23,22 @@ log = logging.getLogger("evenhand.dispatch")
 
 TRIES = 3
 PAUSE_S = 0.3
+MOVES_WITHIN_S = 1.0
+"""For so long a cache may still be fetched once a node of the two was taken out: a move takes milliseconds."""
+CLOSE_WITHIN_S = 6.0
+"""Longer than an answer is read on for a client that left."""
+
+
+class Move(Protocol):
+    """A decode node fetches a cache. `ends_at_s`: time.monotonic(), where a node of the two was taken out."""
+
+    prefill: str
+    decode: str
+    ends_at_s: float | None
+
+    def end(self) -> None:
+        """Let decode's call end at once."""
+        ...
 
 
 class Sessions:
@@ -45,6 +62,7 @@ class Sessions:
         self._engines = engines
         self._figures = figures
         self._key_of = key_of
+        self._moves: set[Move] = set()
         self._background: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -54,55 +72,89 @@ class Sessions:
         node = self._registry.snapshot.nodes.get(url)
         return node.life if node is not None else 0
 
-    def hold(self, prefill: str, session: int, *, decode: str) -> None:
-        self._migrations.hold(prefill, session, decode=decode, life=self.life_of(prefill))
+    def hold(self, session: Session) -> None:
+        self._migrations.hold(session)
 
-    def clear(self, prefill: str, session: int) -> None:
-        self._migrations.clear(prefill, session)
+    def clear(self, session: Session) -> None:
+        self._migrations.clear(session)
 
-    def free_soon(self, prefill: str, session: int) -> None:
-        """Free a session of this worker in the background, once; it stays noted until that is done."""
-        held = self._migrations.let_go(prefill, session)
-        if held is not None:
-            self.run_in_background(self._free_own(prefill, session, *held))
+    def free_soon(self, session: Session) -> None:
+        """Free a session of this worker in the background, once; it stays held until that is done."""
+        if self._migrations.holds(session) and not session.freeing:
+            session.freeing = True
+            self.run_in_background(self._free_own(session))
 
     def look_after_own(self) -> None:
-        """Free this worker's sessions of nodes that were taken out: nobody will come for them. Strike off those
-        of a prefill process that is no more: a number of its may be another session's by now."""
-        nodes = self._registry.snapshot.nodes
-        for name, (decode, life) in list(self._migrations.held.items()):
-            prefill, session = session_of(name)
-            if prefill not in nodes or decode not in nodes:
-                self.free_soon(prefill, session)
-            elif nodes[prefill].life != life:
-                self._migrations.clear(prefill, session)
-                self._figures.count("sessions_lost")
+        """Strike off this worker's sessions of a prefill process that is no more: their numbers may be other
+        sessions' by now. Have moves end that go on though a node of theirs was taken out a while ago: their sessions
+        are freed then, and not while decode may still fetch them."""
+        nodes, now_s = self._registry.snapshot.nodes, time.monotonic()
+        for session in list(self._migrations.held.values()):
+            if self._went(session):
+                self._lose(session)
+        for move in list(self._moves):
+            if move.prefill in nodes and move.decode in nodes:
+                move.ends_at_s = None
+            elif move.ends_at_s is None:
+                move.ends_at_s = now_s + MOVES_WITHIN_S
+            elif now_s >= move.ends_at_s:
+                move.end()
 
-    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def begin(self, move: Move) -> None:
+        self._moves.add(move)
+
+    def done(self, move: Move) -> None:
+        self._moves.discard(move)
+
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name="session")
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     async def close(self) -> None:
-        """Let what is under way end; the frees are short."""
+        """Let what is under way end, within `CLOSE_WITHIN_S`."""
         if self._background:
-            await asyncio.wait(self._background, timeout=TRIES * PAUSE_S)
+            await asyncio.wait(self._background, timeout=CLOSE_WITHIN_S)
         for task in self._background:
             task.cancel()
 
-    async def _free_own(self, prefill: str, session: int, decode: str, life: int) -> None:
-        with contextlib.suppress(StoreUnavailable):
-            record = await self._migrations.one(prefill, session)
-            if record is not None and record.freed:
-                self._migrations.forget_note(prefill, session)
-                return
-        if await self.free(prefill, session):
-            self._migrations.forget_note(prefill, session)
-        else:
-            self._migrations.leave(prefill, session, decode=decode, life=life)
+    def _went(self, session: Session) -> bool:
+        """Whether another process is at the prefill engine's address by now. A node that was taken out still runs."""
+        return self.life_of(session.prefill) not in (0, session.life)
 
-    async def free(self, prefill: str, session: int) -> bool:
+    def _lose(self, session: Session) -> None:
+        if self._migrations.clear(session):
+            self._figures.count("sessions_lost")
+
+    async def _free_own(self, session: Session) -> None:
+        for _ in range(TRIES):
+            record = None
+            with contextlib.suppress(StoreUnavailable):
+                record = await self._migrations.one(session)
+            if record is None or not record.by:
+                break
+            await asyncio.sleep(PAUSE_S)  # somebody was told to free it, and is at it
+        if record is not None and record.freed:
+            self._migrations.clear(session)
+        elif self._went(session) or self._is_anothers(record, session):
+            self._lose(session)
+        elif await self.free(session.prefill, session.number, while_=lambda: not self._went(session)):
+            self._migrations.clear(session)
+        else:
+            self._migrations.leave(session)
+
+    def _is_anothers(self, record: Migration | None, session: Session) -> bool:
+        """Whether the engine has given the number to another request since: it restarted, and nobody noticed."""
+        if record is None or record.life < session.life:
+            return False
+        return record.life > session.life or record.worker not in (self._migrations.worker, "")
+
+    async def free(self, prefill: str, session: int, *, while_: Callable[[], bool]) -> bool:
+        """`while_`: whether the process that keeps the session is there; asked before each try."""
         for left in reversed(range(TRIES)):
+            if not while_():
+                break
             try:
                 await self._engines.free_cache(prefill, session, self._key_of(prefill))
             except UpstreamError as e:
@@ -127,6 +179,7 @@ class Sessions:
         if not records:
             return result
         workers, now_ms = await self._migrations.workers_and_time()
+        collecting = []
         for name, text in records.items():
             record = read_migration(text)
             try:
@@ -135,8 +188,13 @@ class Sessions:
                 record = None
             if record is None:
                 await self._migrations.forget(name, text)
-            elif wanted(prefill, record, workers, now_ms):
-                await self._collect(name, text, record, record.worker in workers, result)
+            elif record.by in workers:
+                continue
+            elif record.by or wanted(prefill, record, workers, now_ms):
+                work = self._collect(name, text, record, record.worker in workers, result)
+                # To its end, though whoever asked leaves: what is taken over nobody else looks after.
+                collecting.append(self.run_in_background(work))
+        await asyncio.shield(asyncio.gather(*collecting))
         return result
 
     async def _collect(
@@ -155,22 +213,25 @@ class Sessions:
         if mine is None:
             return
         prefill, session = session_of(name)
-        entry = {"prefill": prefill, "session": session}
-        node = self._registry.snapshot.nodes.get(prefill)
-        if node is not None and node.life != record.life:
+
+        def kept() -> bool:
+            node = self._registry.snapshot.nodes.get(prefill)
+            return node is None or node.life == record.life
+
+        freed = await self.free(prefill, session, while_=kept)
+        if not freed and not kept():
             await self._migrations.forget(name, mine)  # it went with the process that kept it
             self._figures.count("sessions_lost")
             return
-        freed = await self.free(prefill, session)
-        result["freed" if freed else "failed"].append(entry)
+        result["freed" if freed else "failed"].append({"prefill": prefill, "session": session})
         if freed and owner_lives:
             await self._migrations.mark_freed(name, mine, record)
-        elif freed or node is None:
+        elif freed or prefill not in self._registry.snapshot.nodes:
             await self._migrations.forget(name, mine)
             if not freed:
                 self._figures.count("sessions_lost")
-        else:  # this worker has taken it over, and nobody looks after what the living hold
-            await self._migrations.give_back(name, mine, record, owner_lives=owner_lives)
+        else:
+            await self._migrations.give_back(name, mine, record)
 
 
 async def quietly(work: Coroutine[Any, Any, object]) -> None:
