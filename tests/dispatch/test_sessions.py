@@ -206,7 +206,10 @@ async def test_a_number_of_an_older_process_is_not_freed_at_a_later_one(redis: S
         assert linker.worker.migrations.holds(new) and await noted(linker) == {f"{P0}|7"}
 
 
-async def test_a_process_that_goes_while_it_is_asked_to_free_is_not_asked_again(redis: Space) -> None:
+async def test_a_process_that_goes_while_it_is_asked_to_free_is_not_asked_again(
+    redis: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions_module, "PAUSE_S", 1.0)
     async with serving(redis) as (engines, (linker,)):
         engines.failures["free", P0] = [EngineRefused("refused")] * 2
         linker.sessions.free_soon(hold(linker))
