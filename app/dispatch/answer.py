@@ -10,7 +10,7 @@ from typing import Protocol
 from app.dispatch.breakers import speaks_against
 from app.errors import Headers, UpstreamError
 from app.store.ledger import Ticket
-from app.upstream.transport import Response
+from app.upstream.transport import Drain, Response, Sink, pipe
 
 Broke = Callable[[str, UpstreamError], None]
 """Is told of the node whose answer ended before its end."""
@@ -80,6 +80,13 @@ class Begun:
         unread, self._unread = self._unread, b""
         return unread or await self._response.read()
 
+    async def pipe(self, sink: Sink, drain: Drain) -> None:
+        """As `Answer.pipe`."""
+        unread, self._unread = self._unread, b""
+        if unread and not sink(unread):
+            await drain()
+        await pipe(self._response, sink, drain)
+
     def close(self) -> None:
         self._response.close()
 
@@ -111,6 +118,17 @@ class Answer:
         """The next bytes as they came, b"" at the proper end. Raises UpstreamError."""
         try:
             return await self._response.read()
+        except UpstreamError as e:
+            self.failed(e)
+            raise
+
+    async def pipe(self, sink: Sink, drain: Drain) -> None:
+        """Hand all that comes to `sink`, in the turn in which it comes; return at the proper end.
+
+        Raises UpstreamError, as `read`.
+        """
+        try:
+            await pipe(self._response, sink, drain)
         except UpstreamError as e:
             self.failed(e)
             raise

@@ -1,6 +1,7 @@
 """What can end a request from outside: its client leaves, or the worker has to stop.
 
-Owns the one watcher on `receive()` that a request may have, and the set of running requests. Both
+Owns the one watcher that a request may have, on the wire where the server has one or else on `receive()`, and the
+set of running requests. Both
 causes work the same way, by cancelling the request's task: that reaches it wherever it waits (for
 Redis, for an engine's head, between chunks, for a slow client), and at once.
 
@@ -16,6 +17,8 @@ from enum import Enum
 
 from starlette.types import Receive
 
+from app.http.ports import Wire
+
 END_STREAMS_BEFORE_S = 1.0
 """Streams are ended this long before the deadline: the last event must still reach the client."""
 
@@ -28,24 +31,32 @@ class Why(Enum):
 class Watch:
     """Stands over one request's task, from the request's first moment until `stop`."""
 
-    __slots__ = ("_task", "_watcher", "why")
+    __slots__ = ("_task", "_watcher", "_wire", "why")
 
     def __init__(self) -> None:
         self.why: Why | None = None
         self._task = asyncio.current_task()
         self._watcher: asyncio.Task[None] | None = None
+        self._wire: Wire | None = None
 
     def __repr__(self) -> str:
-        return f"<Watch why={self.why} watching={self._watcher is not None}>"
+        return f"<Watch why={self.why} watching={self._watcher is not None or self._wire is not None}>"
 
-    def start(self, receive: Receive) -> None:
+    def start(self, receive: Receive, wire: Wire | None) -> None:
         """Watch for the client from now on: the body has been read, `receive` has nothing else to say."""
-        self._watcher = asyncio.get_running_loop().create_task(self._wait_for_disconnect(receive))
+        self._wire = wire
+        if wire is not None:
+            wire.when_gone(self._left)
+        else:
+            self._watcher = asyncio.get_running_loop().create_task(self._wait_for_disconnect(receive))
+
+    def _left(self) -> None:
+        self.interrupt(Why.LEFT)
 
     async def _wait_for_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.interrupt(Why.LEFT)
+        self._left()
 
     def interrupt(self, why: Why) -> None:
         """Cancel the task, unless it was interrupted before or isn't watched any more."""
@@ -59,6 +70,8 @@ class Watch:
 
     def stop(self) -> None:
         self._task = None
+        if self._wire is not None:
+            self._wire.when_gone(None)
         if self._watcher is not None:
             self._watcher.cancel()
 

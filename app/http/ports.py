@@ -6,14 +6,42 @@ The real ones are `app.store.registry.Registry`, `app.dispatch.hybrid.Hybrid` an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from app.dispatch.answer import Answer, EngineRequest
+from app.errors import Headers
 from app.nodes import Node, Role
 
 if TYPE_CHECKING:
     from app.store.registry import NodeStatus
+
+
+WIRE = "evenhand.wire"
+"""Where a scope's `extensions` have a `Wire`, if the server offers one."""
+
+
+class Wire(Protocol):
+    """What our own server offers beyond ASGI: the client's connection without tasks and messages in between.
+
+    Nothing of it raises because the client has left: what is written then is dropped.
+    """
+
+    def when_gone(self, callback: Callable[[], None] | None) -> None:
+        """Call back once when the client leaves before its answer is complete; None: no more."""
+        ...
+
+    def start(self, status: int, headers: Headers) -> None:
+        """As `http.response.start`; the head leaves with the first bytes of the body, or a moment later."""
+        ...
+
+    def write(self, data: bytes, *, more: bool) -> bool:
+        """As `http.response.body`. False: the client is behind, `drain` before the next one."""
+        ...
+
+    async def drain(self) -> None:
+        """Return once the client has taken most of what was written, or has left."""
+        ...
 
 
 class Dispatcher(Protocol):

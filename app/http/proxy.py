@@ -25,7 +25,7 @@ from app.http.form import is_form, model_of_form
 from app.http.headers import CLOSE, NOT_FOR_ENGINE, NOT_FOR_ENGINE_BUT_KEYS, for_engine, request_id
 from app.http.interrupt import Running, Watch, Why
 from app.http.peek import peek
-from app.http.ports import Dispatcher
+from app.http.ports import WIRE, Dispatcher, Wire
 from app.http.relay import Relay
 
 log = logging.getLogger("evenhand.http")
@@ -69,8 +69,9 @@ class Proxy:
         relay: Relay | None = None
         outcome = Outcome.ABORTED
         try:
-            answer = await self._open(scope, receive, identifier, watch)
-            relay = Relay(answer, send, path=routed(scope["path"]), extra=self._extra(identifier))
+            wire: Wire | None = scope.get("extensions", {}).get(WIRE)
+            answer = await self._open(scope, receive, identifier, watch, wire)
+            relay = Relay(answer, send, wire, path=routed(scope["path"]), extra=self._extra(identifier))
             outcome = await relay.run()
         except ClientLeft:
             pass
@@ -100,7 +101,7 @@ class Proxy:
             finally:
                 self._running.leave(watch)
 
-    async def _open(self, scope: Scope, receive: Receive, identifier: bytes, watch: Watch) -> Answer:
+    async def _open(self, scope: Scope, receive: Receive, identifier: bytes, watch: Watch, wire: Wire | None) -> Answer:
         # The body lives in this frame only: a stream of an hour must not keep an image of 40 MB.
         if self._running.ended:
             raise ShuttingDown("This worker is stopping")
@@ -109,7 +110,7 @@ class Proxy:
         body = await read_body(scope, receive, limit_bytes=self._max_body_bytes, setting="--max-body-size")
         model, body = self._peek(scope, body)
         headers = for_engine(scope, identifier, self._not_for_engine)
-        watch.start(receive)
+        watch.start(receive, wire)
         return await self._dispatcher.open(EngineRequest(b"POST", path, headers, body, model))
 
     def _peek(self, scope: Scope, body: bytes) -> tuple[str, bytes]:

@@ -21,6 +21,7 @@ from starlette.types import Send
 from app.dispatch.answer import Answer, Outcome
 from app.errors import EngineBroke, EvenhandError, Headers, UpstreamError, error_event
 from app.http.headers import ClientHead
+from app.http.ports import Wire
 from app.http.sse import StreamTail
 
 log = logging.getLogger("evenhand.http")
@@ -33,15 +34,17 @@ class Relay:
     """One answer and what the client has of it so far.
 
     Args:
+        wire: used in place of `send` where the server has one: a chunk goes out in the turn in which it came.
         extra: headers of our own for the client, after the engine's.
         path: of the request, decoded.
     """
 
-    __slots__ = ("_answer", "_extra", "_head", "_path", "_send", "_tail", "started")
+    __slots__ = ("_answer", "_extra", "_head", "_path", "_send", "_tail", "_wire", "started")
 
-    def __init__(self, answer: Answer, send: Send, *, path: str, extra: Headers) -> None:
+    def __init__(self, answer: Answer, send: Send, wire: Wire | None, *, path: str, extra: Headers) -> None:
         self._answer = answer
         self._send = send
+        self._wire = wire
         self._path = path
         self._extra = extra
         self._head: ClientHead | None = None
@@ -62,7 +65,10 @@ class Relay:
             raise EngineBroke(f"The engine answered with status {answer.status}")
         self._head = head = ClientHead(answer.status, answer.headers, self._extra)
         self.started = True
-        await self._send({"type": "http.response.start", "status": answer.status, "headers": head.headers})
+        if self._wire is not None:
+            self._wire.start(answer.status, head.headers)
+        else:
+            await self._send({"type": "http.response.start", "status": answer.status, "headers": head.headers})
         return await (self._stream() if head.streaming else self._body(head.content_length))
 
     @property
@@ -81,25 +87,39 @@ class Relay:
             and self._path in DONE_PATHS
         )
 
+    async def _put(self, data: bytes, *, more: bool = True) -> None:
+        wire = self._wire
+        if wire is None:
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        elif not wire.write(data, more=more) and more:
+            await wire.drain()
+
     async def _stream(self) -> Outcome:
-        read, send, tail = self._answer.read, self._send, self._tail
         broke: EvenhandError | None = None
         try:
-            while chunk := await read():
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                # Only now: a chunk whose send was interrupted never reached the client.
-                tail.feed(chunk)
+            if self._wire is not None:
+                await self._answer.pipe(self._pass_on, self._wire.drain)
+            else:
+                while chunk := await self._answer.read():
+                    await self._put(chunk)
+                    # Only now: a chunk whose send was interrupted never reached the client.
+                    self._tail.feed(chunk)
         except UpstreamError as e:
             broke = e
-        if broke is None and self._expects_done and not tail.done:
+        if broke is None and self._expects_done and not self._tail.done:
             broke = EngineBroke("The engine ended its stream before it was complete")
             self._answer.failed(broke)
         if broke is None or self.complete:
             return await self._finish()
         return await self._break(broke)
 
+    def _pass_on(self, chunk: bytes) -> bool:
+        assert self._wire is not None
+        self._tail.feed(chunk)
+        return self._wire.write(chunk, more=True)
+
     async def _body(self, content_length: int | None) -> Outcome:
-        read, send = self._answer.read, self._send
+        read = self._answer.read
         left_bytes = -1 if content_length is None else content_length
         try:
             while chunk := await read():
@@ -109,7 +129,7 @@ class Relay:
                     # asks again at once must not meet its own old count.
                     await read()
                     return await self._finish(chunk)
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await self._put(chunk)
         except UpstreamError as e:
             return await self._break(e)
         if left_bytes > 0:
@@ -122,7 +142,7 @@ class Relay:
         status = self._answer.status
         outcome = Outcome.OK if status < 400 else Outcome.CLIENT_ERROR if status < 500 else Outcome.ENGINE_ERROR
         self._answer.close(outcome)
-        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+        await self._put(last, more=False)
         return outcome
 
     async def _break(self, error: EvenhandError) -> Outcome:
@@ -137,4 +157,4 @@ class Relay:
         if head is None or not head.streaming or head.encoded:
             return  # the server closes a connection whose answer was left without an end
         event = b"" if self.complete else self._tail.missing_newlines() + error_event(error)
-        await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        await self._put(event, more=False)

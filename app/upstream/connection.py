@@ -22,7 +22,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from app.errors import EngineBroke, EngineTimeout, UpstreamError
 from app.upstream.pool import Pool
-from app.upstream.transport import Target, Timeouts
+from app.upstream.transport import Drain, Sink, Target, Timeouts
 
 HEAD_LIMIT_BYTES = 64 * 1024  # status line and headers; also trailers, and what surrounds chunks
 BUFFER_LIMIT_BYTES = 256 * 1024  # a reader that is slower than its engine holds this much, plus one socket read
@@ -48,7 +48,9 @@ class Http1Response:
         "_connection",
         "_ended",
         "_error",
+        "_full",
         "_head_only",
+        "_sink",
         "_stale",
         "_timeouts",
         "_total_at_s",
@@ -69,6 +71,8 @@ class Http1Response:
         self._ended = False
         self._error: UpstreamError | None = None
         self._stale = False
+        self._sink: Sink | None = None
+        self._full = False  # the sink wants no more
         self._waiter: asyncio.Future[None] | None = None
 
     def __repr__(self) -> str:
@@ -94,23 +98,57 @@ class Http1Response:
             raise self._error
 
     async def read(self) -> bytes:
-        chunks = self._chunks
-        while not chunks:
+        while not self._chunks:
             if self._ended:
                 if self._error is not None:
                     raise self._error
                 return b""
             await self._more()
-        if len(chunks) == 1:
-            data = chunks.pop()
-        else:
-            data = b"".join(chunks)
-            chunks.clear()
+        return self._take()
+
+    async def pipe(self, sink: Sink, drain: Drain) -> None:
+        """As `transport.pipe`."""
+        while True:
+            if self._chunks:
+                if not sink(self._take()):
+                    await drain()
+            elif self._ended:
+                if self._error is not None:
+                    raise self._error
+                return
+            else:
+                self._sink = sink  # while it waits, `came` hands on what comes
+                try:
+                    await self._more()
+                finally:
+                    self._sink = None
+                if self._full:
+                    self._full = False
+                    await drain()
+
+    def _take(self) -> bytes:
+        chunks = self._chunks
+        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        chunks.clear()
         self._buffered_bytes = 0
         connection = self._connection
         if connection is not None and connection.paused:
             connection.resume()
         return data
+
+    def _came(self, connection: Connection) -> None:
+        """Something of the body has come while somebody waits for it."""
+        sink = self._sink
+        if sink is None or self._full:
+            connection._deadline_s = self._total_at_s  # only a reader that waits may find the engine slow
+            self._wake()
+            return
+        idle_s = self._timeouts.idle_s
+        if idle_s:
+            connection.watch(min(connection.loop.time() + idle_s, self._total_at_s))
+        if not sink(self._take()):
+            self._full = True
+            self._wake()
 
     async def _more(self) -> None:
         connection = self._connection
@@ -290,8 +328,7 @@ class Connection(asyncio.Protocol):
             return
         if response._chunks:
             if response._waiter is not None:
-                self._deadline_s = response._total_at_s
-                response._wake()
+                response._came(self)
             if response._buffered_bytes > BUFFER_LIMIT_BYTES and not self.paused:
                 assert self._transport is not None
                 self.paused = True

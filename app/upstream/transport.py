@@ -6,7 +6,7 @@ Owns the interface and the values that cross it. It must not know Redis, Starlet
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Protocol
@@ -61,6 +61,11 @@ def _is_address(host: str) -> bool:
     return True
 
 
+Sink = Callable[[bytes], bool]
+"""Takes bytes at once; False: no more, please, before `Drain` has returned."""
+Drain = Callable[[], Awaitable[None]]
+
+
 class Response(Protocol):
     """An engine's answer, from the moment its head is complete."""
 
@@ -90,6 +95,20 @@ class Response(Protocol):
         stops working for nobody.
         """
         ...
+
+
+async def pipe(response: Response, sink: Sink, drain: Drain) -> None:
+    """Give `sink` all that `read` would return; return at the proper end. Raises, and may be cancelled, as `read`.
+
+    A response with a `pipe(sink, drain)` of its own does that without a task's turn for each piece.
+    """
+    own = getattr(response, "pipe", None)
+    if own is not None:
+        await own(sink, drain)
+        return
+    while chunk := await response.read():
+        if not sink(chunk):
+            await drain()
 
 
 class Transport(Protocol):

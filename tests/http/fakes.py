@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
+import pytest
 from pydantic import SecretStr
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -18,6 +19,7 @@ from uvicorn.server import ServerState
 
 from app.dispatch.answer import EngineRequest, Outcome
 from app.errors import UpstreamError
+from app.http.ports import WIRE
 from app.http.routes import HttpFace, build_app
 from app.nodes import Node, Role, State
 from app.settings import Settings
@@ -58,6 +60,11 @@ class FakeAnswer:
             item = await item()
         assert isinstance(item, bytes)
         return item
+
+    async def pipe(self, sink: Callable[[bytes], bool], drain: Callable[[], Awaitable[None]]) -> None:
+        while chunk := await self.read():
+            if not sink(chunk):
+                await drain()
 
     def failed(self, error: UpstreamError) -> None:
         self.failures.append(error)
@@ -284,8 +291,58 @@ class Reply:
         return next((value for key, value in self.headers if key.lower() == name), None)
 
 
+class FakeWire:
+    """`app.http.ports.Wire` of a call: what is written while its gate is closed comes through when that opens."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.gone: Callable[[], None] | None = None
+        self.held: list[MutableMapping[str, Any]] = []
+
+    def when_gone(self, callback: Callable[[], None] | None) -> None:
+        self.gone = callback
+        if callback is not None and self.call.has_left:
+            asyncio.get_running_loop().call_soon(self.leave)
+
+    def leave(self) -> None:
+        gone, self.gone = self.gone, None
+        if gone is not None:
+            gone()
+
+    def start(self, status: int, headers: Pairs) -> None:
+        self._pass({"type": "http.response.start", "status": status, "headers": headers})
+
+    def write(self, data: bytes, *, more: bool) -> bool:
+        message = {"type": "http.response.body", "body": data, "more_body": more}
+        if self.held or (self.call.gate is not None and not self.call.gate.is_set()):
+            self.held.append(message)
+            return False
+        self._pass(message)
+        return True
+
+    async def drain(self) -> None:
+        if self.call.gate is not None and self.held:
+            await self.call.gate.wait()
+        self.flush()
+
+    def flush(self) -> None:
+        if self.call.gate is None or self.call.gate.is_set():
+            for message in self.held:
+                self._pass(message)
+            self.held.clear()
+
+    def _pass(self, message: MutableMapping[str, Any]) -> None:
+        if not self.call.has_left:
+            self.call.sent.append(message)
+
+
 class Call:
-    """One ASGI call, as a server would make it. `leave()` disconnects; `gate` holds back sends of body bytes."""
+    """One ASGI call, as a server would make it. `leave()` disconnects; `gate` holds back sends of body bytes.
+
+    `wired`: the server offers a wire, as our own does.
+    """
+
+    wired = False
 
     def __init__(
         self,
@@ -325,10 +382,18 @@ class Call:
         self.gate: asyncio.Event | None = None
         self.receives = 0
         self._left = asyncio.Event()
+        self.wire = FakeWire(self)
+        if self.wired:
+            self.scope["extensions"] = {WIRE: self.wire}
         self.task: asyncio.Task[None] | None = None
+
+    @property
+    def has_left(self) -> bool:
+        return self._left.is_set()
 
     def leave(self) -> None:
         self._left.set()
+        self.wire.leave()
         if self.gate is not None:
             self.gate.set()  # as uvicorn: a lost connection wakes a blocked send
 
@@ -360,6 +425,7 @@ class Call:
         return self
 
     def reply(self) -> Reply:
+        self.wire.flush()
         start = self.sent[0]
         assert start["type"] == "http.response.start"
         bodies = self.sent[1:]
@@ -402,3 +468,9 @@ def request_bytes(
 ) -> bytes:
     lines = [f"{method} {path} HTTP/1.1", "Host: evenhand.test", f"Content-Length: {len(body)}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["asgi", "wire"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a module that imports it: every test with a server that speaks ASGI alone, and with our own."""
+    monkeypatch.setattr(Call, "wired", request.param)

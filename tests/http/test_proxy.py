@@ -18,7 +18,7 @@ from app.dispatch.handover.sglang import Sglang
 from app.errors import EngineBroke, EngineRefused, EngineTimeout, ModelNotFound, NoNodeAvailable, StoreUnavailable
 from app.http.proxy import GENERATING
 from app.http.relay import DONE_PATHS
-from tests.http.fakes import CHAT, HANG, SSE, Call, FakeAnswer, Reply, World, until
+from tests.http.fakes import CHAT, HANG, SSE, Call, FakeAnswer, Reply, World, both_ways, until
 from tests.http.test_form import form
 
 

@@ -1,0 +1,349 @@
+"""uvicorn's HTTP/1.1 protocol with limits on what one client may hold, an end to keep-alive while the server stops, and
+an answer to those who offer an upgrade or have ended their side of the connection.
+
+Owns one connection and what its client may do on it. Overrides uvicorn's callbacks where they cost a request most;
+uvicorn is pinned in the lock files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import urllib.parse
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from app.errors import BadRequest, EvenhandError, error_answer
+from workers.cycle import Cycle
+from workers.half_closed import HalfClosed
+from workers.listener import Share
+from workers.patience import Kind, Owed, Patience
+from workers.request_head import HEAD_LIMIT_BYTES, HEADERS_LIMIT, HeadTooLarge, fault_of
+
+PIPELINED_AT_ONCE = 16  # requests of one connection that are read ahead; more wait in the socket
+# One read may hold thousands, each of them a task and a timer to come: what is beyond is not served.
+PIPELINED_AT_MOST = 256
+CHUNK_OVERHEAD_BYTES = 16  # that a chunk may cost without counting towards what surrounds a body
+# After a refusal what the client still sends is read and dropped for this long: a close over unread bytes is a reset,
+# which takes the refusal away from it before it was read.
+LAST_READ_S = 1.0
+
+_ASGI: Any = {"version": "3.0", "spec_version": "2.3"}
+
+
+class ClientTooSlow(EvenhandError):
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 protocol with limits on what one client may hold, an end to keep-alive while the server stops,
+    and an answer to those who offer an upgrade or have ended their side of the connection.
+
+    Java's HttpClient, among others, offers h2c with its first request. httptools takes every offer as accepted
+    and skips the body, so such a POST would arrive empty: it is read again without the offer.
+    """
+
+    _cycles: tuple[Cycle, ...] = ()  # running and waiting, in order
+    _in_head = True
+    _begun = False  # the head that is being read
+    _heads = 0  # complete ones seen on this connection
+    _head_bytes = 0  # of the latest, as far as the parser has told
+    _body_bytes = 0  # of this connection
+    _overhead_bytes = 0  # received since the last head, body's end or refusal, and no part of a body
+    _pauses = 0  # how often the client was too slow in reading
+    _idle = False  # between two requests
+    _idle_since = 0.0  # time.monotonic()
+    _half_closed: HalfClosed | None = None
+    _fault: EvenhandError | None = None  # why a callback has ended the parsing
+    _refusal: EvenhandError | None = None  # to be told once the answers before it are out
+    _patience: Patience | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        limit_s: float = getattr(self.server_state, "client_timeout_s", 0.0)
+        self._patience = Patience(self.loop, limit_s, self._owed, self._give_up)
+
+    def data_received(self, data: bytes) -> None:
+        self._idle = False
+        if self._refusal is not None:
+            return
+        heads, bodies, before = self._heads, self._body_bytes, self._in_head
+        self._overhead_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as e:
+            self._read_without_upgrade(data[e.args[0] :])
+        except httptools.HttpParserError:
+            # `_fault` has named it where the rule is ours and not the parser's.
+            self._refuse(self._fault or BadRequest("the request is not valid HTTP/1.1"))
+        if heads != self._heads or before != self._in_head:
+            # Something ended in this read, so that not all of it belongs to what is still open.
+            self._overhead_bytes = 0
+            return
+        # Never below 0: many small chunks earn no credit for a long trailer.
+        self._overhead_bytes = max(0, self._overhead_bytes - (self._body_bytes - bodies))
+        if self._overhead_bytes > HEAD_LIMIT_BYTES:
+            what = "the request's chunk sizes and trailers are too long"
+            self._refuse(HeadTooLarge() if self._in_head else BadRequest(what))
+
+    # --- what the parser says, inside data_received
+
+    def _stop(self, fault: EvenhandError) -> None:
+        """End the parsing: whatever a callback raises becomes an HttpParserError."""
+        self._fault = fault
+        raise ValueError(fault.message)
+
+    def on_message_begin(self) -> None:
+        self._begun = True
+        self._head_bytes = 0
+        self.url = b""
+        self.expect_100_continue = False
+        self.headers = []
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Trailers come through here too; among the headers they would get past every filter in front of us.
+        if self._in_head:
+            self._count_head(len(name) + len(value) + 4)
+            if len(self.headers) >= HEADERS_LIMIT:
+                self._stop(HeadTooLarge())
+            name = name.lower()
+            if name == b"expect" and value.lower() == b"100-continue":
+                self.expect_100_continue = True
+            self.headers.append((name, value))
+
+    def _count_head(self, size_bytes: int) -> None:
+        self._head_bytes += size_bytes
+        if self._head_bytes > HEAD_LIMIT_BYTES:
+            self._stop(HeadTooLarge())
+
+    def on_headers_complete(self) -> None:
+        parser = self.parser
+        if parser.should_upgrade():
+            return
+        version = parser.get_http_version()
+        if fault := fault_of(version, self.url, self.headers):
+            self._stop(fault)
+        if len(self._cycles) == 1 and self._cycles[0].response_complete:
+            self._cycles = ()
+        else:
+            self._cycles = tuple(cycle for cycle in self._cycles if not cycle.response_complete)
+        if len(self._cycles) >= PIPELINED_AT_MOST:
+            self._stop(BadRequest(f"more than {PIPELINED_AT_MOST} requests at once on one connection"))
+        raw_path, query = _split(self.url)
+        path = raw_path.decode("ascii")
+        self.scope = {
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme or "http",
+            "method": parser.get_method().decode("ascii"),
+            "root_path": "",
+            "path": urllib.parse.unquote(path) if "%" in path else path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "headers": self.headers,
+            "state": self.app_state.copy(),
+        }
+        keep_alive = version != "1.0" and parser.should_keep_alive() and not self._stopping
+        self.cycle = cycle = Cycle(self, keep_alive=keep_alive)
+        self._in_head = self._begun = False
+        self._heads += 1
+        self._cycles = (*self._cycles, cycle)
+        if len(self._cycles) == 1:
+            self._start_asgi_task(cycle, self.app)
+            return
+        self.pipeline.appendleft((cycle, self.app))
+        if len(self._cycles) > PIPELINED_AT_ONCE:
+            self.flow.pause_reading()  # not before: an unread socket tells of no departure
+
+    def on_chunk_header(self) -> None:
+        self._overhead_bytes -= CHUNK_OVERHEAD_BYTES
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        cycle = self.cycle
+        if self.parser.should_upgrade() or cycle.response_complete:
+            return
+        cycle.body += body
+        if len(cycle.body) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
+        cycle.message_event.set()
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._in_head = True
+        cycle = self.cycle
+        if not cycle.response_complete:
+            cycle.more_body = False
+            cycle.message_event.set()
+
+    @property
+    def _stopping(self) -> bool:
+        return getattr(self.server_state, "stopping", False)
+
+    # --- the end of a connection
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection where whole requests wait for an answer whose head is still to come.
+
+        Elsewhere the client counts as gone, as it does for uvicorn: in mid-body of its request or of its answer,
+        and in HTTP/1.0, which has no interim answers to find out by. TLS never comes here half-closed.
+        """
+        if self._half_closed is None:
+            if self.scheme == "https" or not self._may_send_interim() or self.cycle.more_body:
+                return False
+            self.cycle.keep_alive = False
+            self._half_closed = HalfClosed(self.loop, self.transport, self._may_send_interim)
+        return True
+
+    def _running(self) -> Cycle | None:
+        return next((cycle for cycle in self._cycles if not cycle.response_complete), None)
+
+    def _may_send_interim(self) -> bool:
+        running = self._running()
+        return running is not None and not running.response_started and running.scope["http_version"] == "1.1"
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._patience is not None:
+            self._patience.end()
+        self._tell_of_departure()
+        super().connection_lost(exc)
+        share: Share | None = getattr(self.server_state, "share", None)
+        if share is not None:
+            share.ended()
+
+    def _tell_of_departure(self) -> None:
+        # uvicorn tells only the latest request; the one that runs is the first of a pipeline.
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.depart()
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            if self.pipeline:
+                self._start_asgi_task(*self.pipeline.pop())
+            else:
+                self._idle, self._idle_since = True, time.monotonic()
+                if self.timeout_keep_alive_task is None:
+                    self._wait_for_next_request(self.timeout_keep_alive)
+        if self._refusal is not None:
+            self._refuse_in_turn()
+
+    def _wait_for_next_request(self, seconds: float) -> None:
+        # Not moved by each request, which would cost it a timer: looked at when its time has come.
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, self._look_whether_idle)
+
+    def _look_whether_idle(self) -> None:
+        self.timeout_keep_alive_task = None
+        if not self._idle:
+            return  # the end of what runs starts it again
+        left_s = self._idle_since + self.timeout_keep_alive - time.monotonic()
+        if left_s > 0:
+            self._wait_for_next_request(left_s)
+        elif not self.transport.is_closing():
+            self.transport.close()
+
+    def wind_down(self, *, idle_before: float) -> None:
+        """Let this connection end with the answer that runs on it; what runs is not touched."""
+        if self.cycle is None or self.cycle.response_complete:
+            if self._idle_since <= idle_before:
+                self.transport.close()
+        elif not self.cycle.response_started:
+            # The client reads `Connection: close`. Once the head is out it can't, and a close right after the
+            # body would race with its next request: such a connection is closed when it has been idle.
+            self.cycle.keep_alive = False
+
+    # --- clients that do not get on
+
+    def pause_writing(self) -> None:
+        self._pauses += 1
+        super().pause_writing()
+
+    def _owed(self) -> Owed | None:
+        unsent_bytes = self.transport.get_write_buffer_size()
+        if self.flow.write_paused or (self.transport.is_closing() and unsent_bytes):
+            return Owed(Kind.ANSWER, self._pauses, -unsent_bytes)
+        if self.flow.read_paused or self._refusal is not None or self.transport.is_closing():
+            return None
+        if not self._in_head:
+            return Owed(Kind.BODY, self._heads, self._body_bytes)
+        # Between two requests uvicorn's keep-alive timer runs, until the first byte of the next one.
+        idle = self._idle or self._running() is not None
+        return Owed(Kind.HEAD, self._heads) if self._begun or not idle else None
+
+    def _give_up(self, owed: Owed) -> None:
+        if owed.kind is Kind.ANSWER:
+            self.transport.abort()  # close() would wait until the rest is read
+        elif owed.kind is Kind.HEAD and not self._begun:
+            self.transport.close()
+        else:
+            self._refuse(ClientTooSlow(f"{owed.kind.value} did not come in time (--client-timeout-s)"))
+
+    # --- refusals
+
+    def _read_without_upgrade(self, rest: bytes) -> None:
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":
+            self._refuse(BadRequest("CONNECT is not served"))
+            return
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                kept = [t for t in value.split(b",") if t.strip().lower() not in (b"upgrade", b"http2-settings")]
+                lines.append(b"connection: " + b",".join(kept))
+            elif name not in (b"upgrade", b"http2-settings"):
+                lines.append(name + b": " + value)
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join([*lines, b"", b""]) + rest)
+
+    def _refuse(self, error: EvenhandError) -> None:
+        """Say what is wrong with what the client sent last, and serve it no more.
+
+        An answer that is under way to an earlier request is not disturbed: the refusal comes after it.
+        """
+        if self._refusal is None and not self.transport.is_closing():
+            self._refusal = error
+            self.flow.resume_reading()  # what still comes is dropped
+            self._refuse_in_turn()
+
+    def _refuse_in_turn(self) -> None:
+        running = self._running()
+        broken = self.cycle if not self._in_head else None
+        if self._refusal is None or self.transport.is_closing() or (running is not None and running is not broken):
+            return
+        self._unset_keepalive_if_required()
+        if broken is not None and broken.response_started:
+            self.transport.close()  # it has its answer, or a part of it: there is no place left to say more
+            return
+        self._tell_of_departure()
+        status, headers, body = error_answer(self._refusal)
+        lines = [STATUS_LINE[status], *(b"%s: %s\r\n" % header for header in headers)]
+        self.transport.write(b"".join([*lines, b"connection: close\r\n\r\n", body]))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LAST_READ_S, self.transport.close)
+
+
+def _split(url: bytes) -> tuple[bytes, bytes]:
+    """Path and query of a request's target. Raises ValueError: it has no path."""
+    if url.startswith(b"/") and b"#" not in url:
+        path, _, query = url.partition(b"?")
+        return path, query
+    parsed = httptools.parse_url(url)
+    if parsed.path is None:
+        raise ValueError("a target without a path")
+    return parsed.path, parsed.query or b""
