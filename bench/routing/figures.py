@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-LOAD_LIMIT = 0.85  # of a core: from there on the load generator decides, not the router
+LIMIT = 0.85  # of a core: from there on the load generator, or the engines, decide, and not the router
 Measured = Mapping[str, Any]  # of load.Measured
 
 
@@ -98,6 +98,7 @@ class Scenario:
     many_workers: bool = False  # Evenhand with more than one is measured too
 
 
+WORKERS = {1: "evenhand", 2: "evenhand-2", 4: "evenhand-4"}
 PLAIN = (CPU, P50, P99, REQUESTS)
 SCENARIOS = {
     scenario.key: scenario
@@ -145,11 +146,14 @@ class Run:
         there = {sample.contender for sample in self.samples if sample.scenario == scenario}
         return [name for name in self.contenders if name in there]
 
-    def limited(self, scenario: str, contender: str) -> bool:
-        """Whether the load generator had no room left in some round."""
-        return any(
-            one["load_cpu_s"] > LOAD_LIMIT * one["window_s"] for one in self.measured(scenario, contender).values()
-        )
+    def limits(self, scenario: str, contender: str) -> list[str]:
+        """Who else than the router had no room left on its core in some round."""
+        there = self.measured(scenario, contender).values()
+        busy = {
+            "load generator": [one["load_cpu_s"] / one["window_s"] for one in there],
+            "engines": [one["trees_cpu_s"][-1] / one["window_s"] for one in there],
+        }
+        return [who for who, shares in busy.items() if max(shares, default=0.0) > LIMIT]
 
     def failures(self, scenario: str, contender: str) -> dict[str, int]:
         total: dict[str, int] = {}
@@ -157,6 +161,12 @@ class Run:
             for why, n in one["failures"].items():
                 total[why] = total.get(why, 0) + n
         return total
+
+    def worker_mib(self) -> Spread | None:
+        """What one more worker of Evenhand takes: the fewest and the most that were measured, round by round."""
+        few, many = min(WORKERS), max(WORKERS)
+        pairs = zip(*(self.memory_mib.get(WORKERS[n], []) for n in (few, many)), strict=False)
+        return spread((more - less) / (many - few) for less, more in pairs)
 
     def elsewhere(self) -> Spread | None:
         """Cores that others used meanwhile: what was busy, less the router, the engines and the load."""
@@ -167,7 +177,7 @@ class Run:
         )
 
 
-def ratios(own: Mapping[int, float], rivals: Iterable[Mapping[int, float]]) -> list[float]:
+def ratios(own: Mapping[int, float], rivals: Sequence[Mapping[int, float]]) -> list[float]:
     """Own / least of the rivals, round by round; no ratio where the least is not above 0."""
     found = []
     for nth, value in own.items():

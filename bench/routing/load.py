@@ -92,6 +92,12 @@ def request(url: str, size: int, stream: bool) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
+def ended(cut: bytes, data: bytes) -> tuple[int, bytes]:
+    """How many events end in `data`, each with an empty line, which two pieces may share; and what to keep of it."""
+    joined = cut + data if cut else data
+    return joined.count(b"\n\n"), b"\n" if data.endswith(b"\n") and not joined.endswith(b"\n\n") else b""
+
+
 class Tally:
     """What all connections count in."""
 
@@ -181,10 +187,7 @@ class Connection(asyncio.Protocol):
             self._on_events(data)
 
     def _on_events(self, data: bytes) -> None:
-        """An event ends with an empty line, which two pieces may share."""
-        joined = self._cut + data if self._cut else data
-        self._cut = b"\n" if data.endswith(b"\n") and not data.endswith(b"\n\n") else b""
-        found = joined.count(b"\n\n")
+        found, self._cut = ended(self._cut, data)
         if not found:
             return
         now_s, tally = self._now_s, self._tally

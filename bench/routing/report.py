@@ -24,6 +24,7 @@ from bench.routing.figures import (
     spread,
 )
 
+WORKER_MIB = 60
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 ROW, LEFT, RIGHT, TOP, WIDTH = 22, 150, 150, 34, 720  # of a plot, in pixels
 COLOURS = {"evenhand": "#0969da", "rust": "#bc4c00", "other": "#57606a"}
@@ -76,8 +77,9 @@ def label(run: Run, name: str) -> str:
 
 def _remarks(run: Run, scenario: Scenario, name: str) -> str:
     remarks = []
-    if run.limited(scenario.key, name):
-        remarks.append("load generator at its limit")
+    limits = run.limits(scenario.key, name)
+    if limits:
+        remarks.append(f"{' and '.join(limits)} at the limit")
     failures = run.failures(scenario.key, name)
     if failures:
         remarks.append("failed: " + ", ".join(f"{n} x {why}" for why, n in failures.items()))
@@ -108,6 +110,9 @@ def _memory(run: Run) -> str:
         return ""
     lines = ["### Memory of the process tree before the load, MiB", "", "| | |", "|---|---|"]
     lines += [f"| {label(run, name)} | {shown(figures[name], 0)} |" for name in run.contenders if name in figures]
+    worker = run.worker_mib()
+    if worker:
+        lines.append(f"| each further worker of Evenhand (target: <= {WORKER_MIB}) | {shown(worker, 0)} |")
     return "\n".join(lines)
 
 
@@ -123,7 +128,11 @@ def _machine(run: Run) -> str:
 
 
 def _missing(run: Run) -> str:
-    return "\n".join(f"- not measured: {name}: {why}" for name, why in run.missing.items())
+    measured = {sample.contender for sample in run.samples}
+    return "\n".join(
+        f"- {name}: {'measured no further' if name in measured else 'not measured'}: {why}"
+        for name, why in run.missing.items()
+    )
 
 
 # --- plots
