@@ -30,7 +30,7 @@ from bench.routing import report  # noqa: E402
 from bench.routing.contenders import CONTENDERS, DIRECT, EVENHAND, Contender, NotHad, provide  # noqa: E402
 from bench.routing.figures import SCENARIOS, Run, Sample, Scenario  # noqa: E402
 from bench.routing.load import Plan  # noqa: E402
-from bench.routing.stage import Engines, Standing, idle_mib, measure, standing  # noqa: E402
+from bench.routing.stage import Engines, Standing, idle_mib, logged_bytes, measure, standing  # noqa: E402
 
 WARM_S, WINDOW_S, ROUNDS, MINUTES = 1.0, 4.0, 3, 20.0
 QUICK_WARM_S, QUICK_WINDOW_S, QUICK_MINUTES = 0.3, 1.0, 2.0
@@ -124,7 +124,10 @@ def visit(
             stream=scenario.stream,
             roots=[engines.root] if one.root is None else [one.root, engines.root],
         )
-        run.samples.append(Sample(nth, contender.name, scenario.key, measure(plan)))
+        logged = logged_bytes(one)
+        measured = measure(plan)
+        measured["logged_bytes"] = logged_bytes(one) - logged
+        run.samples.append(Sample(nth, contender.name, scenario.key, measured))
 
 
 def measure_all(pythons: dict[str, str], arguments: argparse.Namespace, run: Run) -> None:
@@ -214,9 +217,16 @@ def save(run: Run, path: Path) -> None:
     path.write_text(json.dumps(asdict(run), indent=1) + "\n")
 
 
+class BadFile(Exception):
+    """Not what `save` wrote."""
+
+
 def load(path: Path) -> Run:
-    value = json.loads(path.read_text())
-    return Run(**value | {"samples": [Sample(**sample) for sample in value["samples"]]})
+    try:
+        value = json.loads(path.read_text())
+        return Run(**value | {"samples": [Sample(**sample) for sample in value["samples"]]})
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        raise BadFile(f"--from {path}: not what --json wrote: {e}") from None
 
 
 # --- the command
@@ -285,7 +295,8 @@ def run_bench(arguments: argparse.Namespace) -> Run:
 
 
 def main() -> int:
-    arguments = parser().parse_args()
+    parsing = parser()
+    arguments = parsing.parse_args()
     complete(arguments)
     for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell started it with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
@@ -293,6 +304,8 @@ def main() -> int:
         run = load(arguments.source) if arguments.source else run_bench(arguments)
     except KeyboardInterrupt:
         return 130
+    except BadFile as e:
+        parsing.error(str(e))
     print(report.text(run))
     if arguments.json:
         save(run, arguments.json)

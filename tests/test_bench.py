@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.routers import order
+from bench.routers import BadFile, about, load, order, save
 from bench.routing.contenders import CONTENDERS
 from bench.routing.engine import wants_stream
 from bench.routing.figures import CPU, GAP, P50, Run, Sample, Spread, Target, percentile, ratios, spread
@@ -18,14 +19,16 @@ from bench.routing.tree import Stat, below, parse, ticks
 def measured(**values: Any) -> dict[str, Any]:
     nothing = dict.fromkeys(("p50_ms", "p99_ms", "ttft_p50_ms", "ttft_p99_ms", "gap_p99_ms"))
     always = {"window_s": 4.0, "requests": 1000, "chunks": 0, "failures": {}, "reconnects": 0}
-    return nothing | always | {"trees_cpu_s": [0.5, 0.5], "load_cpu_s": 1.0, "machine_cpu_s": 2.0} | values
+    return (
+        nothing
+        | always
+        | {"trees_cpu_s": [0.5, 0.5], "load_cpu_s": 1.0, "machine_cpu_s": 2.0, "logged_bytes": 0}
+        | values
+    )
 
 
 def run_of(*samples: tuple[int, str, dict[str, Any]]) -> Run:
-    known = {
-        name: {"what": one.what, "version": "1", "rust": one.rust, "workers": one.workers}
-        for name, one in CONTENDERS.items()
-    }
+    known = about(list(CONTENDERS))
     return Run({"cores": "2"}, known, samples=[Sample(nth, name, "one", one) for nth, name, one in samples])
 
 
@@ -104,10 +107,12 @@ def test_a_target_takes_the_best_router_in_rust_of_each_round() -> None:
 
 
 def test_the_limits_of_load_and_engines_are_told() -> None:
-    run = run_of((0, "nginx", measured(load_cpu_s=3.5)), (0, "smg", measured(trees_cpu_s=[3.9, 3.5])))
+    run = run_of(
+        (0, "nginx", measured(load_cpu_s=3.5, logged_bytes=90_000)), (0, "smg", measured(trees_cpu_s=[3.9, 3.5]))
+    )
     assert run.limits("one", "nginx") == ["load generator"]
     assert run.limits("one", "smg") == ["engines"]
-    assert "load generator at the limit" in text(run)
+    assert "load generator at the limit; logs its requests" in text(run)
 
 
 def test_every_contender_begins_late_and_early() -> None:
@@ -141,6 +146,15 @@ def test_a_chat_has_its_size_and_says_what_it_wants(size: int) -> None:
 
 
 # --- the report
+
+
+def test_a_run_comes_back_from_its_file(tmp_path: Path) -> None:
+    run = run_of((0, "direct", measured()), (0, "smg", measured(p50_ms=0.25)))
+    save(run, tmp_path / "run.json")
+    assert load(tmp_path / "run.json") == run
+    (tmp_path / "other.json").write_text("[1]")
+    with pytest.raises(BadFile):
+        load(tmp_path / "other.json")
 
 
 def test_a_figure_shows_its_spread_only_where_there_is_one() -> None:

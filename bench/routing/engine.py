@@ -25,6 +25,7 @@ EVENTS = CHUNKS + 2
 CREATED = 1_700_000_000
 MARK = "said by engine"  # and its number
 STREAM = b'"stream"'
+TAIL_BYTES = 32  # more than STREAM and its value: two pieces of a body may share them
 COUNTS = "/bench/counts"
 TEXT = "A router is measured by what it adds to an answer that takes no time. "
 # What the routers ask before they take an engine: vLLM's and SGLang's names for it.
@@ -104,7 +105,7 @@ class Connection(asyncio.BufferedProtocol):
         self._parser = httptools.HttpRequestParser(self)
         self._timer: asyncio.TimerHandle | None = None
         self._url = b""
-        self._body: list[bytes] = []
+        self._stream, self._tail = False, b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -126,11 +127,13 @@ class Connection(asyncio.BufferedProtocol):
         self._url += url
 
     def on_body(self, data: bytes) -> None:
-        self._body.append(data)
+        if not self._stream:
+            self._stream = wants_stream(data) or wants_stream(self._tail + data[:TAIL_BYTES])
+            self._tail = data[-TAIL_BYTES:]
 
     def on_message_complete(self) -> None:
         url, self._url = self._url, b""
-        body, self._body = b"".join(self._body), []
+        stream, self._stream, self._tail = self._stream, False, b""
         engine = self._engine
         if url != b"/v1/chat/completions":
             counts = whole(engine.counts) if url == COUNTS.encode() else None
@@ -138,7 +141,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.write(said)
             return
         engine.counts[engine.number - 1] += 1
-        if not wants_stream(body):
+        if not stream:
             self._transport.write(engine.answer)
             return
         self._transport.write(engine.head)
@@ -157,7 +160,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def wants_stream(body: bytes) -> bool:
-    """Without decoding: a router may have written the JSON anew, with spaces of its own."""
+    """Without decoding; a router may have written the JSON anew, with spaces of its own."""
     at = body.find(STREAM)
     return at >= 0 and body[at + len(STREAM) : at + len(STREAM) + 10].lstrip(b" :\n").startswith(b"true")
 

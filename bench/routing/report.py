@@ -25,6 +25,7 @@ from bench.routing.figures import (
 )
 
 WORKER_MIB = 60
+CHATTY_BYTES = 20  # logged for each request
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 ROW, LEFT, RIGHT, TOP, WIDTH = 22, 150, 150, 34, 720  # of a plot, in pixels
 COLOURS = {"evenhand": "#0969da", "rust": "#bc4c00", "other": "#57606a"}
@@ -83,6 +84,8 @@ def _remarks(run: Run, scenario: Scenario, name: str) -> str:
     failures = run.failures(scenario.key, name)
     if failures:
         remarks.append("failed: " + ", ".join(f"{n} x {why}" for why, n in failures.items()))
+    if any(one["logged_bytes"] > CHATTY_BYTES * one["requests"] for one in run.measured(scenario.key, name).values()):
+        remarks.append("logs its requests")
     if any(not one["requests"] for one in run.measured(scenario.key, name).values()):
         remarks.append("a window without a whole answer")
     return "; ".join(remarks)
@@ -179,7 +182,7 @@ def _panel(run: Run, title: str, metric: Metric, figures: dict[str, Spread]) -> 
             f'<text x="{LEFT - 10}" y="{y + 4}" text-anchor="end" fill="{colour}">{escape(name)}</text>',
             f'<line x1="{least:.1f}" y1="{y}" x2="{most:.1f}" y2="{y}" stroke="{colour}" stroke-width="2"/>',
             f'<circle cx="{median:.1f}" cy="{y}" r="4.5" fill="{colour}"/>',
-            f'<text x="{WIDTH - RIGHT + 14}" y="{y + 4}" fill="{colour}">{shown(figure, metric.digits)}</text>',
+            f'<text x="{WIDTH - RIGHT + 14}" y="{y + 4}" fill="{colour}">{figure.median:,.{metric.digits}f}</text>',
         ]
     return lines, bottom + 34
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -26,6 +27,9 @@ from tests.support.wait import eventually
 
 ENGINES_WITHIN_S = 10.0
 STOP_WITHIN_S = 10.0
+FIRST_ANSWER_WITHIN_S = 15.0
+COLOURS = re.compile("\x1b\\[[0-9;]*m")
+CHAT = "/v1/chat/completions"
 TRIES, AT_ONCE = 8, 6  # of the look whether all engines get requests
 EXTRA_S = 25.0  # beyond its time, after which a measurement hangs
 
@@ -100,17 +104,20 @@ def standing(contender: Contender, python: str, engines: Engines) -> Iterator[St
 
 
 def _await_ready(contender: Contender, place: Place, process: Process) -> None:
-    def ready() -> bool:
+    """Some are healthy before they know their engines: a first answer is waited for too."""
+
+    def answers(path: str, value: object = None) -> bool:
         if not process.running:
             raise NotHad("it ended")
         try:
-            return ask(place.url, contender.health, timeout_s=2)[0] == 200
+            return ask(place.url, path, value, timeout_s=2)[0] == 200
         except (OSError, http.client.HTTPException):
             return False
 
-    eventually(ready, within_s=contender.start_within_s, every_s=0.1)
+    eventually(lambda: answers(contender.health), within_s=contender.start_within_s, every_s=0.1)
     if contender.introduce:
         contender.introduce(place)
+    eventually(lambda: answers(CHAT, _value(False)), within_s=FIRST_ANSWER_WITHIN_S, every_s=0.1)
 
 
 def look(one: Standing, engines: Engines, *, every: bool = True) -> None:
@@ -137,8 +144,11 @@ def look(one: Standing, engines: Engines, *, every: bool = True) -> None:
 
 
 def _chat(url: str, stream: bool) -> tuple[int, bytes]:
-    messages = [{"role": "user", "content": "hi"}]
-    return ask(url, "/v1/chat/completions", {"model": MODEL, "messages": messages, "stream": stream}, timeout_s=20)
+    return ask(url, CHAT, _value(stream), timeout_s=20)
+
+
+def _value(stream: bool) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": stream}
 
 
 def _check(status: int, said: bytes, stream: bool) -> None:
@@ -162,6 +172,10 @@ def measure(plan: Plan) -> dict[str, Any]:
     return measured
 
 
+def logged_bytes(one: Standing) -> int:
+    return one.log.stat().st_size if one.log else 0
+
+
 def idle_mib(one: Standing) -> float | None:
     return None if one.root is None else tree.memory_mib(one.root)
 
@@ -175,5 +189,5 @@ def _free_ports(number: int) -> list[int]:
 
 
 def _end_of(log: str) -> str:
-    lines = [line for line in log.splitlines() if line.strip()]
+    lines = [line for line in COLOURS.sub("", log).splitlines() if line.strip()]
     return "its log ends: " + " | ".join(lines[-3:])[-600:] if lines else "it logged nothing"
