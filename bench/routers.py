@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from bench.routing.figures import SCENARIOS, Run, Sample, Scenario  # noqa: E402
 from bench.routing.load import Plan  # noqa: E402
 from bench.routing.stage import Engines, Standing, idle_mib, logged_bytes, measure, standing  # noqa: E402
 
-WARM_S, WINDOW_S, ROUNDS, MINUTES = 1.0, 4.0, 3, 20.0
+WARM_S, WINDOW_S, ROUNDS, MINUTES = 1.0, 4.0, 3, 25.0
 QUICK_WARM_S, QUICK_WINDOW_S, QUICK_MINUTES = 0.3, 1.0, 2.0
 LAST_S = 90.0  # after the deadline nothing new begins; so long after it, what still runs is given up
 EACH_S = 1.0  # around a measurement: the load generator's own start
@@ -115,19 +115,25 @@ def visit(
         run.memory_mib.setdefault(contender.name, []).append(memory)
     for scenario in scenarios_of(contender, arguments.scenarios):
         yield scenario.title
-        plan = Plan(
-            urls=one.urls,
+        alone = Plan(
+            urls=engines.urls,
             connections=scenario.connections,
             warm_s=arguments.warm_s,
             window_s=arguments.seconds,
             body_bytes=scenario.body_bytes,
             stream=scenario.stream,
-            roots=[engines.root] if one.root is None else [one.root, engines.root],
+            roots=[engines.root],
         )
+        if one.root is None:
+            run.samples.append(Sample(nth, contender.name, scenario.key, measure(alone)))
+            continue
+        direct = None
+        if scenario.paired and not arguments.quick:
+            direct = measure(replace(alone, window_s=arguments.seconds / 2))
         logged = logged_bytes(one)
-        measured = measure(plan)
+        measured = measure(replace(alone, urls=one.urls, roots=[one.root, engines.root]))
         measured["logged_bytes"] = logged_bytes(one) - logged
-        run.samples.append(Sample(nth, contender.name, scenario.key, measured))
+        run.samples.append(Sample(nth, contender.name, scenario.key, measured, direct))
 
 
 def measure_all(pythons: dict[str, str], arguments: argparse.Namespace, run: Run) -> None:

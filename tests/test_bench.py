@@ -22,7 +22,7 @@ def measured(**values: Any) -> dict[str, Any]:
     return (
         nothing
         | always
-        | {"trees_cpu_s": [0.5, 0.5], "load_cpu_s": 1.0, "machine_cpu_s": 2.0, "logged_bytes": 0}
+        | {"trees_cpu_s": [0.5, 0.5], "load_cpu_s": 1.0, "machine_cpu_s": 2.0, "stolen_s": 0.0, "logged_bytes": 0}
         | values
     )
 
@@ -88,6 +88,12 @@ def test_added_latency_is_against_direct_of_the_same_round() -> None:
         (2, "smg", measured(p50_ms=9.0)),  # no direct: nothing to compare with
     )
     assert run.values("one", "smg", P50) == {0: 0.5, 1: 0.25}
+
+
+def test_direct_just_before_counts_more_than_that_of_the_round() -> None:
+    run = run_of((0, "direct", measured(p50_ms=1.0)))
+    run.samples.append(Sample(0, "smg", "one", measured(p50_ms=1.5), measured(p50_ms=1.25)))
+    assert run.values("one", "smg", P50) == {0: 0.25}
 
 
 def test_a_target_takes_the_best_router_in_rust_of_each_round() -> None:

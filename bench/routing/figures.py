@@ -96,6 +96,7 @@ class Scenario:
     body_bytes: int = 1024
     stream: bool = False
     many_workers: bool = False  # Evenhand with more than one is measured too
+    paired: bool = False  # direct is measured again just before each contender: here small differences matter
 
 
 WORKERS = {1: "evenhand", 2: "evenhand-2", 4: "evenhand-4"}
@@ -103,10 +104,10 @@ PLAIN = (CPU, P50, P99, REQUESTS)
 SCENARIOS = {
     scenario.key: scenario
     for scenario in (
-        Scenario("one", "1 KB body, 1 connection", 1, PLAIN),
+        Scenario("one", "1 KB body, 1 connection", 1, PLAIN, paired=True),
         Scenario("many", "1 KB body, 64 connections", 64, PLAIN, many_workers=True),
         Scenario("large", "256 KB bodies, 8 connections", 8, PLAIN, body_bytes=256 * 1024),
-        Scenario("streams", "64 streams, 5 ms gaps", 64, (CHUNK_CPU, TTFT, GAP, CHUNKS), stream=True),
+        Scenario("streams", "64 streams, 5 ms gaps", 64, (CHUNK_CPU, TTFT, GAP, CHUNKS), stream=True, paired=True),
     )
 }
 
@@ -116,10 +117,13 @@ SCENARIOS = {
 
 @dataclass(frozen=True)
 class Sample:
+    """`direct`: measured just before it, where that was done."""
+
     round: int
     contender: str
     scenario: str
     measured: Measured
+    direct: Measured | None = None
 
 
 @dataclass
@@ -137,9 +141,13 @@ class Run:
         return {s.round: s.measured for s in self.samples if s.scenario == scenario and s.contender == contender}
 
     def values(self, scenario: str, contender: str, metric: Metric) -> dict[int, float]:
-        """By round."""
+        """By round; what is added is added to the direct measurement just before, else to that of the round."""
         direct = self.measured(scenario, "direct")
-        found = {nth: metric.of(one, direct.get(nth)) for nth, one in self.measured(scenario, contender).items()}
+        found = {
+            s.round: metric.of(s.measured, s.direct or direct.get(s.round))
+            for s in self.samples
+            if s.scenario == scenario and s.contender == contender
+        }
         return {nth: value for nth, value in found.items() if value is not None}
 
     def names(self, scenario: str) -> list[str]:
@@ -175,6 +183,10 @@ class Run:
             / s.measured["window_s"]
             for s in self.samples
         )
+
+    def stolen(self) -> Spread | None:
+        """Cores that the host of a virtual machine gave to others."""
+        return spread(s.measured["stolen_s"] / s.measured["window_s"] for s in self.samples)
 
 
 def ratios(own: Mapping[int, float], rivals: Sequence[Mapping[int, float]]) -> list[float]:

@@ -28,6 +28,7 @@ from bench.routing.figures import percentile
 SILENCE_S = 15.0  # an answer that is not whole after so long is a failure, and the end of its connection
 FAILURES = 100  # after so many there is nothing to measure
 LONG_S = 0.5
+DRAIN_S = 2.0
 SMALL_BYTES = 1024
 RETRY_S = 0.05
 TELLING = MARK.encode()
@@ -62,6 +63,7 @@ class Measured:
     trees_cpu_s: list[float]
     load_cpu_s: float
     machine_cpu_s: float
+    stolen_s: float
     reconnects: int
 
 
@@ -133,7 +135,7 @@ class Connection(asyncio.Protocol):
         self._stream, self._tally = plan.stream, tally
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._busy = False
+        self.busy = False
 
     async def connect(self) -> None:
         """Until it succeeds or the measurement ends."""
@@ -163,10 +165,10 @@ class Connection(asyncio.Protocol):
         self._transport = None
         if self._tally.closing:
             return
-        if self._busy:
+        if self.busy:
             self._tally.failures["connection closed within an answer"] += 1
         self._tally.reconnects += 1
-        self._busy = False
+        self.busy = False
         self._again = self._loop.create_task(self.connect())
 
     # --- one request
@@ -174,7 +176,7 @@ class Connection(asyncio.Protocol):
     def _send(self) -> None:
         if self._tally.closing or self._transport is None:
             return
-        self._busy = True
+        self.busy = True
         self._events, self._rest, self._cut, self._from_engine = 0, b"", b"", False
         self._last_s = self._began_s = time.perf_counter()
         self._transport.write(self._request)
@@ -204,7 +206,7 @@ class Connection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if status == 100:
             return
-        self._busy = False
+        self.busy = False
         tally = self._tally
         if status != 200:
             return self._fail(f"status {status}")
@@ -223,14 +225,14 @@ class Connection(asyncio.Protocol):
         return None
 
     def _fail(self, why: str) -> None:
-        self._busy = False
+        self.busy = False
         self._tally.failures[why] += 1
         if self._transport:
             self._transport.abort()
 
     def look(self) -> None:
         """Gives up on silence."""
-        if self._busy and time.perf_counter() - self._last_s > SILENCE_S:
+        if self.busy and time.perf_counter() - self._last_s > SILENCE_S:
             self._fail(f"silent for {SILENCE_S:g} s")
 
     def close(self) -> None:
@@ -255,11 +257,7 @@ async def measure(plan: Plan) -> Measured:
     tally.closing = True
     own_s = time.process_time() - own_before_s
     after = tree.read(plan.roots)
-    for connection in connections:
-        connection.close()
-    for task in connecting:
-        task.cancel()
-    return Measured(
+    measured = Measured(
         window_s=window_s,
         requests=tally.requests,
         chunks=tally.chunks,
@@ -272,8 +270,22 @@ async def measure(plan: Plan) -> Measured:
         trees_cpu_s=[b - a for a, b in zip(before.trees_s, after.trees_s, strict=True)],
         load_cpu_s=own_s,
         machine_cpu_s=after.machine_s - before.machine_s,
+        stolen_s=after.stolen_s - before.stolen_s,
         reconnects=tally.reconnects,
     )
+    await _drain(connections)
+    for task in connecting:
+        task.cancel()
+    return measured
+
+
+async def _drain(connections: list[Connection]) -> None:
+    """Answers end before their connections do: a router's way with clients that leave is not measured here."""
+    until_s = time.perf_counter() + DRAIN_S
+    while any(connection.busy for connection in connections) and time.perf_counter() < until_s:
+        await asyncio.sleep(DRAIN_S / 100)
+    for connection in connections:
+        connection.close()
 
 
 async def _pass(seconds: float, connections: list[Connection], tally: Tally) -> None:

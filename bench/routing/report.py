@@ -84,7 +84,9 @@ def _remarks(run: Run, scenario: Scenario, name: str) -> str:
     failures = run.failures(scenario.key, name)
     if failures:
         remarks.append("failed: " + ", ".join(f"{n} x {why}" for why, n in failures.items()))
-    if any(one["logged_bytes"] > CHATTY_BYTES * one["requests"] for one in run.measured(scenario.key, name).values()):
+    if any(
+        one.get("logged_bytes", 0) > CHATTY_BYTES * one["requests"] for one in run.measured(scenario.key, name).values()
+    ):
         remarks.append("logs its requests")
     if any(not one["requests"] for one in run.measured(scenario.key, name).values()):
         remarks.append("a window without a whole answer")
@@ -121,11 +123,11 @@ def _memory(run: Run) -> str:
 
 def _machine(run: Run) -> str:
     lines = [f"{', '.join(f'{what} {value}' for what, value in run.machine.items())}."]
-    others = run.elsewhere()
-    if others:
+    others, stolen = run.elsewhere(), run.stolen()
+    if others and stolen:
         lines.append(
-            f"Others used {others.median:.2f} cores meanwhile ({others.least:.2f} to {others.most:.2f}): the less, the "
-            "truer the latencies."
+            f"Other programs used {shown(others, 2)} cores meanwhile, and the host of this machine kept back "
+            f"{shown(stolen, 2)}: the less, the truer the figures."
         )
     return "\n".join([*lines, *run.notes])
 

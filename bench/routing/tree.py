@@ -58,18 +58,19 @@ def everything() -> dict[int, Stat]:
 
 @dataclass(frozen=True)
 class Reading:
-    """CPU seconds so far: of each tree asked for, and of the whole machine."""
+    """CPU seconds so far: of each tree asked for, of the whole machine, and what its host gave to others."""
 
     trees_s: tuple[float, ...]
     machine_s: float
+    stolen_s: float
 
 
 def read(roots: Iterable[int]) -> Reading:
     stats = everything()
     with open("/proc/stat", "rb") as f:
-        user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, f.readline().split()[1:])
+        user, nice, system, _idle, _iowait, irq, softirq, stolen, *_ = map(int, f.readline().split()[1:])
     busy = user + nice + system + irq + softirq
-    return Reading(tuple(ticks(stats, root) / TICKS_PER_S for root in roots), busy / TICKS_PER_S)
+    return Reading(tuple(ticks(stats, root) / TICKS_PER_S for root in roots), busy / TICKS_PER_S, stolen / TICKS_PER_S)
 
 
 def guard_of(pid: int) -> int:
