@@ -80,12 +80,11 @@ def standing(contender: Contender, python: str, engines: Engines) -> Iterator[St
     directory = Path(tempfile.mkdtemp(prefix="evenhand-bench-"))
     port, spare = _free_ports(2)
     place = Place(port, spare, engines.urls, directory)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("EVENHAND_", "PYTHONPATH"))}
     ours = contender.package is None
     process = Process(
         [str(word) for word in contender.command(python, place)],
         log_file=directory / "log",
-        env=env | contender.env,
+        env=_environment() | contender.env,
         cwd=ROOT if ours else directory,
     )
     try:
@@ -94,7 +93,8 @@ def standing(contender: Contender, python: str, engines: Engines) -> Iterator[St
             one = Standing([place.url], tree.guard_of(process.pid), process.log_file)
             look(one, engines)
         except (AssertionError, OSError, http.client.HTTPException, NotHad) as e:
-            raise NotHad(f"{e}; {_end_of(process.log())}") from None
+            told = f"{e}; {_end_of(process.log())}"
+            raise NotHad(told.replace(str(directory), "...").replace(str(Path.home()), "~")) from None
         yield one
     finally:
         with suppress(AssertionError):
@@ -178,6 +178,12 @@ def logged_bytes(one: Standing) -> int:
 
 def idle_mib(one: Standing) -> float | None:
     return None if one.root is None else tree.memory_mib(one.root)
+
+
+def _environment() -> dict[str, str]:
+    """Without what would change Evenhand's settings, another interpreter's modules, or the way to loopback."""
+    foreign = ("evenhand_", "python", "http_proxy", "https_proxy", "all_proxy")
+    return {name: value for name, value in os.environ.items() if not name.lower().startswith(foreign)}
 
 
 def _free_ports(number: int) -> list[int]:
