@@ -6,6 +6,7 @@
 #   make test [ARGS="-k name"] [JOBS=0]   the tests, three files at a time
 #   make test-long                 the soaks and failovers that take minutes
 #   make chaos [ARGS="--seed 7"]   five minutes of load under random faults (docs/reliability.md)
+#   make bench [ARGS=--quick]      what a router costs: Evenhand and its peers, side by side (docs/performance.md)
 #   make lint                      ruff, mypy, import rules
 #   make format                    what `make lint` says about the format, done
 #   make clean                     remove the environment
@@ -24,7 +25,7 @@ py := $(VENV)/bin/python
 named := $(strip $(NODES) $(findstring --nodes,$(ARGS)) $(findstring --simulate,$(ARGS)) $(EVENHAND_NODES))
 pip := $(py) -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test test-long chaos lint format clean
+.PHONY: run test test-long chaos bench lint format clean
 
 run: $(VENV)/.run
 	@exec $(py) -m app.cli serve $(if $(findstring --workers,$(ARGS)),,--workers $(WORKERS)) \
@@ -38,6 +39,9 @@ test-long: $(VENV)/.dev
 
 chaos: $(VENV)/.dev
 	$(py) -m bench.chaos $(ARGS)
+
+bench: $(VENV)/.dev
+	$(py) -m bench.routers $(ARGS)
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check
