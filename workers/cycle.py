@@ -35,7 +35,7 @@ class Cycle(RequestResponseCycle):
         self.on_response = protocol.on_response_complete
         self.disconnected = False
         self.keep_alive = keep_alive
-        self.waiting_for_100_continue = protocol.expect_100_continue
+        self.waiting_for_100_continue = _expects_100(protocol.headers)
         self.body = bytearray()
         self.more_body = True
         self.response_started = False
@@ -151,6 +151,28 @@ class Cycle(RequestResponseCycle):
 
     # --- ASGI
 
+    async def run(self, app: Any, tasks: set[asyncio.Task[None]]) -> None:
+        """The app's call, as a task of `tasks`."""
+        try:
+            await app(self.scope, self.receive, self.send)
+            if not self.response_complete and not self.disconnected:
+                self.logger.error("the app left a request without an answer or an answer without an end")
+                await self._end_badly()
+        except BaseException as e:
+            self.logger.error("Exception in ASGI application\n", exc_info=e)
+            await self._end_badly()
+        finally:
+            self.on_response = _nothing  # it holds the protocol, which holds this
+            task = asyncio.current_task()
+            if task is not None:
+                tasks.discard(task)
+
+    async def _end_badly(self) -> None:
+        if self.response_started:
+            self.transport.close()
+        else:
+            await self.send_500_response()
+
     async def send(self, message: Any) -> None:
         if self.flow.write_paused:
             await self.drain()
@@ -163,3 +185,14 @@ class Cycle(RequestResponseCycle):
             self.write(message.get("body", b""), more=message.get("more_body", False))
         else:
             raise RuntimeError(f"{kind} out of order")
+
+
+def _expects_100(headers: list[tuple[bytes, bytes]]) -> bool:
+    for name, value in headers:
+        if name == b"expect":
+            return value.lower() == b"100-continue"
+    return False
+
+
+def _nothing() -> None:
+    pass

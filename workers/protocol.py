@@ -8,9 +8,13 @@ uvicorn is pinned in the lock files.
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import sys
+import termios
 import time
 import urllib.parse
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
@@ -48,7 +52,7 @@ class Protocol(HttpToolsProtocol):
     and skips the body, so such a POST would arrive empty: it is read again without the offer.
     """
 
-    _cycles: tuple[Cycle, ...] = ()  # running and waiting, in order
+    _cycles: Sequence[Cycle] = ()  # running and waiting, in order
     _in_head = True
     _begun = False  # the head that is being read
     _heads = 0  # complete ones seen on this connection
@@ -102,7 +106,6 @@ class Protocol(HttpToolsProtocol):
         self._begun = True
         self._head_bytes = 0
         self.url = b""
-        self.expect_100_continue = False
         self.headers = []
 
     def on_url(self, url: bytes) -> None:
@@ -110,15 +113,13 @@ class Protocol(HttpToolsProtocol):
         self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Trailers come through here too; among the headers they would get past every filter in front of us.
-        if self._in_head:
-            self._count_head(len(name) + len(value) + 4)
-            if len(self.headers) >= HEADERS_LIMIT:
-                self._stop(HeadTooLarge())
-            name = name.lower()
-            if name == b"expect" and value.lower() == b"100-continue":
-                self.expect_100_continue = True
-            self.headers.append((name, value))
+        if not self._in_head:
+            return  # a trailer; among the headers it would get past every filter in front of us
+        size_bytes = self._head_bytes = self._head_bytes + len(name) + len(value) + 4
+        headers = self.headers
+        if size_bytes > HEAD_LIMIT_BYTES or len(headers) >= HEADERS_LIMIT:
+            self._stop(HeadTooLarge())
+        headers.append((name.lower(), value))
 
     def _count_head(self, size_bytes: int) -> None:
         self._head_bytes += size_bytes
@@ -132,12 +133,11 @@ class Protocol(HttpToolsProtocol):
         version = parser.get_http_version()
         if fault := fault_of(version, self.url, self.headers):
             self._stop(fault)
-        if len(self._cycles) == 1 and self._cycles[0].response_complete:
-            self._cycles = ()
-        else:
-            self._cycles = tuple(cycle for cycle in self._cycles if not cycle.response_complete)
-        if len(self._cycles) >= PIPELINED_AT_MOST:
-            self._stop(BadRequest(f"more than {PIPELINED_AT_MOST} requests at once on one connection"))
+        waiting = self._cycles
+        if waiting:
+            waiting = [cycle for cycle in waiting if not cycle.response_complete]
+            if len(waiting) >= PIPELINED_AT_MOST:
+                self._stop(BadRequest(f"more than {PIPELINED_AT_MOST} requests at once on one connection"))
         raw_path, query = _split(self.url)
         path = raw_path.decode("ascii")
         self.scope = {
@@ -159,13 +159,16 @@ class Protocol(HttpToolsProtocol):
         self.cycle = cycle = Cycle(self, keep_alive=keep_alive)
         self._in_head = self._begun = False
         self._heads += 1
-        self._cycles = (*self._cycles, cycle)
-        if len(self._cycles) == 1:
+        self._cycles = [*waiting, cycle]
+        if not waiting:
             self._start_asgi_task(cycle, self.app)
             return
         self.pipeline.appendleft((cycle, self.app))
-        if len(self._cycles) > PIPELINED_AT_ONCE:
+        if len(waiting) >= PIPELINED_AT_ONCE:
             self.flow.pause_reading()  # not before: an unread socket tells of no departure
+
+    def _start_asgi_task(self, cycle: Cycle, app: Any) -> None:  # type: ignore[override]
+        self.tasks.add(self.loop.create_task(cycle.run(app, self.tasks)))
 
     def on_chunk_header(self) -> None:
         self._overhead_bytes -= CHUNK_OVERHEAD_BYTES
@@ -191,7 +194,7 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def _stopping(self) -> bool:
-        return getattr(self.server_state, "stopping", False)
+        return getattr(self.server_state, "stopping", False)  # uvicorn's state has none before it stops
 
     # --- the end of a connection
 
@@ -235,7 +238,8 @@ class Protocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self.flow.resume_reading()
             if self.pipeline:
-                self._start_asgi_task(*self.pipeline.pop())
+                cycle, app = self.pipeline.pop()
+                self._start_asgi_task(cast(Cycle, cycle), app)
             else:
                 self._idle, self._idle_since = True, time.monotonic()
                 if self.timeout_keep_alive_task is None:
@@ -276,7 +280,7 @@ class Protocol(HttpToolsProtocol):
     def _owed(self) -> Owed | None:
         unsent_bytes = self.transport.get_write_buffer_size()
         if self.flow.write_paused or (self.transport.is_closing() and unsent_bytes):
-            return Owed(Kind.ANSWER, self._pauses, -unsent_bytes)
+            return Owed(Kind.ANSWER, self._pauses, -unsent_bytes - _in_kernel(self.transport))
         if self.flow.read_paused or self._refusal is not None or self.transport.is_closing():
             return None
         if not self._in_head:
@@ -347,3 +351,15 @@ def _split(url: bytes) -> tuple[bytes, bytes]:
     if parsed.path is None:
         raise ValueError("a target without a path")
     return parsed.path, parsed.query or b""
+
+
+def _in_kernel(transport: asyncio.Transport) -> int:
+    """Bytes that the system holds because the client has not taken them; 0 where it does not say.
+
+    They may be megabytes, and it asks for more only when a third of them has gone.
+    """
+    try:
+        count = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    except (OSError, AttributeError):
+        return 0
+    return int.from_bytes(count, sys.byteorder)

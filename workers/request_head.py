@@ -8,7 +8,7 @@ llhttp's, and `tests/integration/test_request_shapes.py` holds it to it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from app.errors import BadRequest, EvenhandError
 
@@ -16,6 +16,7 @@ HEAD_LIMIT_BYTES = 64 * 1024  # request line and headers; httptools itself has n
 HEADERS_LIMIT = 100  # what gunicorn and Apache take by default; no client of an LLM API needs a third of it
 
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:%\[\]-]*").fullmatch  # RFC 3986, 3.2.2 and 3.2.3
+_CODING = "Transfer-Encoding must be chunked, once, in HTTP/1.1"
 _ABSOLUTE = re.compile(rb"https?://", re.IGNORECASE).match
 
 
@@ -34,7 +35,7 @@ class VersionNotSupported(EvenhandError):
     code = "http_version_not_supported"
 
 
-def fault_of(version: str, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> EvenhandError | None:
+def fault_of(version: str, target: bytes, headers: Sequence[tuple[bytes, bytes]]) -> EvenhandError | None:
     """Why a whole head is refused, if it is.
 
     Args:
@@ -46,18 +47,24 @@ def fault_of(version: str, target: bytes, headers: Iterable[tuple[bytes, bytes]]
         return VersionNotSupported("only HTTP/1.1 and HTTP/1.0 are served")
     if not (target.startswith(b"/") or target == b"*" or _ABSOLUTE(target)):
         return BadRequest("the request's target is neither a path nor an http URL")
-    hosts = codings = 0
-    for name, value in headers:
-        if name == b"host":
-            hosts += 1
-            if not _HOST(value):
-                return BadRequest("the Host header is not a host")
-        elif name == b"transfer-encoding":
-            codings += 1
-            # Any other coding would be forwarded undecoded and without its name. RFC 9112, 6.1: with HTTP/1.0 the
-            # framing is faulty, for a proxy of that version in between did not understand it.
-            if value.strip().lower() != b"chunked" or codings > 1 or version == "1.0":
-                return BadRequest("Transfer-Encoding must be chunked, once, in HTTP/1.1")
-    if hosts > 1 or (not hosts and version == "1.1"):
-        return BadRequest("a request has one Host header")  # RFC 9112, 3.2
+    named = dict(headers)
+    if len(named) != len(headers) and (fault := _twice(headers)):
+        return fault
+    host = named.get(b"host")
+    if host is None and version == "1.1":
+        return BadRequest("a request has one Host header")
+    if host is not None and not _HOST(host):
+        return BadRequest("the Host header is not a host")
+    coding = named.get(b"transfer-encoding")
+    # Any other coding would be forwarded undecoded and without its name. RFC 9112, 6.1: with HTTP/1.0 the framing is
+    # faulty, for a proxy of that version in between did not understand it.
+    if coding is not None and (coding.strip().lower() != b"chunked" or version == "1.0"):
+        return BadRequest(_CODING)
     return None
+
+
+def _twice(headers: Sequence[tuple[bytes, bytes]]) -> EvenhandError | None:
+    names = [name for name, _ in headers]
+    if names.count(b"host") > 1:
+        return BadRequest("a request has one Host header")  # RFC 9112, 3.2
+    return BadRequest(_CODING) if names.count(b"transfer-encoding") > 1 else None

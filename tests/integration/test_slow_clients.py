@@ -191,6 +191,23 @@ def test_clients_that_read_nothing_hold_little_memory_and_leave_in_time(deployme
 
 
 @together
+def test_a_reader_is_not_cut_while_it_empties_what_the_system_holds_for_it(
+    deployment: Deployment, make: Factory
+) -> None:
+    """The system buffers megabytes, and takes none from the worker before a third of them has gone."""
+    engine = make(models=("trickle",), body_mb=12)
+    deployment.add(engine)
+    with connected(deployment.url, receive_bytes=64 * KB) as client:
+        client.sendall(request("trickle"))
+        time.sleep(0.5)  # until all buffers are full
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < 2 * LIMIT_S:
+            assert client.recv(100 * KB), "cut"
+            time.sleep(0.25)  # 400 KB/s at most: that is the test
+        assert engine.aborts == []
+
+
+@together
 def test_a_slow_reader_that_gets_on_has_its_whole_answer(deployment: Deployment, make: Factory) -> None:
     engine = make(models=("downhill",), body_mb=12)
     deployment.add(engine)
