@@ -265,7 +265,7 @@ def test_removing_a_node_frees_pending_sessions_and_drops_links_on_both_sides(fl
     client = floor.leaving()
     eventually(lambda: decode.in_flight == 1 and floor.migrations() == {(prefill.url, 2)})
     floor.remove(prefill if role is Role.Prefill else decode)
-    eventually(lambda: not prefill.held, within_s=3)
+    eventually(lambda: not prefill.held, within_s=8)
     assert prefill.freed == [2]
     eventually(lambda: not prefill.strict.links.held and not decode.strict.links.held, within_s=3)
     assert prefill.calls("p2p_drop_connect") == [{"engine_id": prefill.url, "remote_engine_id": decode.url}]
@@ -347,7 +347,7 @@ def test_a_number_that_a_restarted_prefill_gave_again_is_not_freed_for_the_reque
 @pytest.mark.parametrize("role", [Role.Prefill, Role.Decode])
 def test_a_node_that_is_taken_out_while_decode_fetches_costs_nobody_a_cache(floor: Floor, role: Role) -> None:
     prefill, decode = floor.linked_pair()
-    decode.set(ttft_s=0.6)
+    decode.set(ttft_s=2.0)
     running = start(load.many(floor.urls, 1, model=floor.model, stream=True))
     eventually(lambda: decode.in_flight == 1 and floor.migrations() == {(prefill.url, 2)})
     floor.remove(prefill if role is Role.Prefill else decode)

@@ -23,8 +23,9 @@ log = logging.getLogger("evenhand.dispatch")
 
 TRIES = 3
 PAUSE_S = 0.3
-MOVES_WITHIN_S = 1.0
-"""For so long a cache may still be fetched once a node of the two was taken out: a move takes milliseconds."""
+MOVES_WITHIN_S = 5.0
+"""For so long decode may still begin its answer once a node of the two was taken out; the cache itself takes
+milliseconds, but the request may wait in a queue."""
 CLOSE_WITHIN_S = 6.0
 """Longer than an answer is read on for a client that left."""
 
