@@ -8,9 +8,11 @@ here, so every failure until then has a status of its own, and another node can 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -412,19 +414,12 @@ class Concurrent(Protocol):
         """Decode answers; prefill's own answer is read to its end beside it, and not for longer."""
         ticket = pair.prefill
         prefill.add_done_callback(lambda task: ticket.release(succeeded=_succeeded(task)))
-        both = _Both(response, prefill)
-        said = lambda: self._said(prefill)  # noqa: E731
+        both = _Both(response, prefill, self.read)
         try:
-            return await finish(pair, both, said, url=pair.decode.url, broke=self.caller.broke, wait=both.drain)
+            return await finish(pair, both, both.said, url=pair.decode.url, broke=self.caller.broke, wait=both.drain)
         except BaseException:
             both.close()
             raise
-
-    def _said(self, prefill: asyncio.Task[Whole]) -> Prefilled | None:
-        try:
-            return self.read(prefill.result()) if prefill.done() and _succeeded(prefill) else None
-        except UpstreamError:
-            return None
 
     async def _refusal(self, url: str, response: Response) -> Answer:
         """Decode's failure, read here, so that its count can be given back whatever is done with it."""
@@ -453,12 +448,23 @@ class Concurrent(Protocol):
 class _Both:
     """Decode's answer; whoever closes it ends prefill's leg too."""
 
-    def __init__(self, response: Response, prefill: asyncio.Task[Whole]) -> None:
+    def __init__(
+        self, response: Response, prefill: asyncio.Task[Whole], read_prefilled: Callable[[Whole], Prefilled]
+    ) -> None:
         self.status = response.status
         self.headers = response.headers
         self._response = response
         self._prefill = prefill
+        self._read_prefilled = read_prefilled
+        self._said: Prefilled | None = None
         self._drained = False
+
+    def said(self) -> Prefilled | None:
+        """Prefill's answer, once it is there and good."""
+        if self._said is None and self._prefill.done() and _succeeded(self._prefill):
+            with contextlib.suppress(UpstreamError):
+                self._said = self._read_prefilled(self._prefill.result())
+        return self._said
 
     async def drain(self) -> None:
         """Wait for prefill's answer, once, and no longer than it takes to arrive."""
