@@ -1,8 +1,8 @@
 """The ledger: this worker's own unfinished counts, and acquiring and releasing on the shared ones.
 
 Owns the hot connection, the worker's lease and the arithmetic between the local counts and Redis.
-It must not know HTTP or engines. Keys: unfinished, unfinished:<worker>, sessions, workers,
-latency:*, latency_mean, explored, last_success, failures, requests, encoder_cursor, encoder_credit (through lua/).
+It must not know HTTP or engines. Keys: unfinished, unfinished:<worker>, sessions, workers, latency_mean,
+explored, failures, requests, encoder_cursor, encoder_credit (through lua/), and those of `store.latencies`.
 
 The rule everything here follows: **a worker never replays, it restates.** The local counts are the
 truth about this worker; after anything unclear (an error, a lost reply, a flush, a lease that ran
@@ -30,9 +30,10 @@ from collections.abc import Callable, Sequence
 
 import hiredis
 
-from app.balancing import ENCODER_POLICIES, POLICIES, Candidate, Encoder
+from app.balancing import DECIDE_BY_LATENCY, ENCODER_POLICIES, POLICIES, Candidate, Encoder
 from app.errors import ModelNotFound, NoNodeAvailable, StoreUnavailable
 from app.store.keys import Keys, of_worker_given_up
+from app.store.latencies import Latencies
 from app.store.locator import Locator
 from app.store.pipeline import Pipeline, Reply
 from app.store.registry import Registry
@@ -41,8 +42,6 @@ from app.store.snapshot import Pool, Snapshot
 
 log = logging.getLogger("evenhand.store")
 
-WINDOW = 15
-"""Latencies kept per node (source: LMDeploy's LATENCY_DEQUE_LEN)."""
 STALE_TRIES = 4
 """How often an acquire follows a registry that changes under it before it takes what it has."""
 RENEW_S = 1.0
@@ -125,7 +124,12 @@ class Ledger:
         self._lease_ms = round(lease_s * 1000)
         self._timeout_s = timeout_s
         self._draws = draws or random.Random()
-        self._windows: dict[str, deque[float]] = {}
+        self._latencies = Latencies(
+            keys=keys,
+            script=scripts["note_latencies"],
+            at_once=strategy in DECIDE_BY_LATENCY,
+            send=self._send_latencies,
+        )
         self._pipeline: Pipeline | None = None
         self._generation = 0
         self._changes = 0
@@ -142,6 +146,7 @@ class Ledger:
         self._keeper: asyncio.Task[None] | None = None
         counting = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.version)
         self._acquire_keys = (*counting, keys.latency_mean, keys.explored)
+        self._release_keys = (*counting, keys.failures)
         self._encoders_keys = (*counting, keys.encoder_cursor, keys.encoder_credit, keys.nodes)
         # What the encoder policy goes by while Redis is away.
         self._cursor = self._draws.randrange(2**16)
@@ -167,6 +172,7 @@ class Ledger:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
         self._note_requests()
+        self._latencies.note()
         pipeline, self._pipeline = self._pipeline, None
         self._trouble = "closed"
         if pipeline is not None:
@@ -351,7 +357,7 @@ class Ledger:
         urls = []
         for pool in pools:
             candidates = [
-                Candidate(speed, self.counts.get(url, 0), self._mean_latency_s(url))
+                Candidate(speed, self.counts.get(url, 0), self._latencies.mean_s(url))
                 for url, speed in zip(pool.urls, pool.speeds, strict=True)
             ]
             index, _ = self._policy(candidates, (self._draws.random(), self._draws.random()))
@@ -369,10 +375,6 @@ class Ledger:
         self._credits = kept | {url: encoder.credit for url, encoder in zip(pool.urls, encoders, strict=True)}
         return [pool.urls[index] for index in indices]
 
-    def _mean_latency_s(self, url: str) -> float | None:
-        window = self._windows.get(url)
-        return sum(window) / len(window) if window else None
-
     # --- release ----------------------------------------------------------------------------------
 
     def _release(self, url: str, latency_s: float | None, *, answered: bool = False) -> None:
@@ -383,28 +385,11 @@ class Ledger:
             del self.counts[url]
         self._changes += 1
         if latency_s is not None:
-            nodes = self._registry.snapshot.nodes
-            if url not in self._windows and len(self._windows) > 2 * len(nodes) + 16:  # nodes come and go
-                self._windows = {other: window for other, window in self._windows.items() if other in nodes}
-            self._windows.setdefault(url, deque(maxlen=WINDOW)).append(latency_s)
+            self._latencies.add(url, latency_s, self._registry.snapshot.nodes)
         if self._pipeline is None:
             return
-        keys = self._keys
-        names = (
-            keys.unfinished,
-            keys.ledger(self.worker),
-            keys.sessions,
-            keys.version,
-            keys.nodes,
-            keys.latency(url),
-            keys.latency_mean,
-            keys.explored,
-            keys.last_success,
-            keys.failures,
-        )
-        latency = "" if latency_s is None else f"{latency_s:.6f}"
-        arguments = (self.worker, self._generation, url, latency, WINDOW, "1" if answered else "0")
-        self._pipeline.submit(self._scripts["release"].evalsha(names, arguments), self._released)
+        arguments = (self.worker, self._generation, url, "1" if answered else "0")
+        self._pipeline.submit(self._scripts["release"].evalsha(self._release_keys, arguments), self._released)
 
     def _released(self, reply: Reply) -> None:
         if isinstance(reply, StoreUnavailable):
@@ -416,6 +401,14 @@ class Ledger:
             self._restate_soon()
         elif reply[1] != self._registry.snapshot.version:
             self._registry.refresh_soon()
+
+    def _send_latencies(self, command: Sequence[Argument]) -> None:
+        if self._pipeline is not None:
+            self._pipeline.submit(command, self._noted_latencies)
+
+    def _noted_latencies(self, reply: Reply) -> None:
+        if isinstance(reply, Exception) and not isinstance(reply, StoreUnavailable):
+            self._distrust(f"Redis answered a note of latencies with: {reply}")
 
     # --- notes ------------------------------------------------------------------------------------
 
@@ -502,7 +495,8 @@ class Ledger:
     def _distrust(self, reason: str) -> None:
         """An error reply: nobody knows what ran. READONLY and LOADING need another connection."""
         if "NOSCRIPT" in reason and self._pipeline is not None:
-            self._pipeline.submit(("SCRIPT", "LOAD", self._scripts["release"].text), lambda reply: None)
+            for name in ("release", "note_latencies"):
+                self._pipeline.submit(("SCRIPT", "LOAD", self._scripts[name].text), _ignore)
             self._restate_soon()
         else:
             self._drop(reason)
@@ -542,7 +536,8 @@ class Ledger:
         pipeline = await Pipeline.open(address, timeout_s=self._timeout_s, on_lost=lost)
         holder.append(pipeline)
         try:
-            for script in (self._acquire_script, self._encoders_script, self._scripts["release"]):
+            told = (self._scripts["release"], self._scripts["note_latencies"])
+            for script in (self._acquire_script, self._encoders_script, *told):
                 await pipeline.call(("SCRIPT", "LOAD", script.text))
             # Wall-clock ms, so that a worker restarted under the same id is never behind itself.
             first, self._generation = not self._generation, max(self._generation + 1, time.time_ns() // 1_000_000)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from app.balancing import ENCODER_POLICIES, POLICIES
+from app.balancing import DECIDE_BY_LATENCY, ENCODER_POLICIES, POLICIES
 from app.nodes import Node, Role
 from app.store.fields import node_to_fields
 from app.store.keys import Keys
@@ -213,7 +213,8 @@ def test_a_policy_names_its_contract_and_its_twin(name: str) -> None:
     assert re.search(rf"Twin: app/balancing/{name}\.py", top)
     assert (ROOT / "app" / "balancing" / f"{name}.py").is_file()
     assert "redis." not in code_of(POLICY_FILES[name])
-    assert set(bindings(POLICY_FILES[name])) >= {"READS_LATENCY"}
+    reads_latency = {"true": True, "false": False}[bindings(POLICY_FILES[name])["READS_LATENCY"]]
+    assert reads_latency == (name in DECIDE_BY_LATENCY), "a latency that is not told at once would come late"
 
 
 @pytest.mark.parametrize("name", sorted(ENCODER_POLICY_FILES))
