@@ -207,7 +207,7 @@ class Ledger:
         def arguments(pools: Sequence[Pool]) -> list[Argument]:
             parts: list[Argument] = []
             for pool in pools:
-                parts += [len(pool.urls), repr(self._draws.random()), repr(self._draws.random()), *pool.arguments]
+                parts += [*pool.arguments, repr(self._draws.random()), repr(self._draws.random())]
             return parts
 
         def read(pools: Sequence[Pool], reply: list[int]) -> list[str]:

@@ -17,7 +17,7 @@ from app.nodes import Breaker, Node, Role, State
 class Pool:
     """The candidates for one model and role: `urls[i]` has the effective speed `speeds[i]`.
 
-    `arguments` is the same as acquire.lua takes it: url, speed, url, speed, ...
+    `arguments` is the same as acquire.lua takes it: how many, all urls, all speeds.
     """
 
     version: int
@@ -127,5 +127,5 @@ class Snapshot:
 
     def _pool_of(self, nodes: Sequence[Node]) -> Pool:
         speeds = effective_speeds(nodes)
-        arguments = tuple(text for node, speed in zip(nodes, speeds, strict=True) for text in (node.url, repr(speed)))
-        return Pool(self.version, tuple(node.url for node in nodes), speeds, arguments)
+        urls = tuple(node.url for node in nodes)
+        return Pool(self.version, urls, speeds, (str(len(urls)), *urls, *map(repr, speeds)))

@@ -75,7 +75,7 @@ class Fleet:
         keys, worker = self.keys, f"w{n}"
         counting = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.version)
         names = (*counting, keys.encoder_cursor, keys.encoder_credit, keys.nodes)
-        pool = [part for url, speed in encoders for part in (url, repr(speed))]
+        pool = [len(encoders), *(url for url, _ in encoders), *(repr(speed) for _, speed in encoders)]
         arguments = (worker, more.get("generation", 5), more.get("version", str(VERSION)), items, *pool)
         command = SCRIPTS[f"acquire_encoders_{policy}"].evalsha(names, arguments)
         reply: list[int | float | str] = self.connections[n].execute_command(*command)  # type: ignore[no-untyped-call]

@@ -142,8 +142,8 @@ class Machine(RuleBasedStateMachine):
     ) -> str | None:
         """The node it was counted on, None where it was refused."""
         keys = [*self.counting_keys(worker), self.keys.version, self.keys.latency_mean, self.keys.explored]
-        flat = [part for url in pool for part in (url, repr(SPEEDS[url]))]
-        reply = self.run(f"acquire_{policy}", keys, [worker, generation, version, len(pool), *map(repr, two), *flat])
+        said = [len(pool), *pool, *(repr(SPEEDS[url]) for url in pool), *map(repr, two)]
+        reply = self.run(f"acquire_{policy}", keys, [worker, generation, version, *said])
         model = self.model
         if model.sessions.get(worker) != generation:
             assert reply == [1, model.version]

@@ -122,6 +122,8 @@ def test_the_reader_of_lua_sees_what_it_is_there_for() -> None:
     assert foreign_names("local t = {}\nt.field = 1\nos.time()") == {"os"}
     assert bindings("local a, b = KEYS[1], f(1, 2)\n") == {"a": "KEYS[1]", "b": "f(1, 2)"}
     assert redis_calls("x = redis.call('HSET', node, 'a',\n    b(1, 2)) y") == [["'HSET'", "node", "'a'", "b(1, 2)"]]
+    assert keys_are_passed_on("local function f(key, n) end f(a, 1) f(b, 2)", {"a", "b"})
+    assert not keys_are_passed_on("local function f(key, n) end f(a, 1) f(c, 2)", {"a", "b"})
     assert key_lines("-- KEYS[1]  unfinished:<w>   HASH  words\n-- KEYS[2+] node:<url>  HASH x") == [
         ("unfinished:<w>", "HASH"),
         ("node:<url>", "HASH"),
@@ -161,9 +163,8 @@ def test_header_and_code_agree_on_keys_and_arguments(name: str) -> None:
         used = {int(n) for n in re.findall(rf"{word}\[(\d+)\]", code_of(FILES[name]))}
         assert used == set(range(1, arity.fixed + 1)), f"{word} in the code are not those of the header"
         named = {int(n) for value in bound for n in re.findall(rf"{word}\[(\d+)\]", value)}
-        in_a_table = {4, 5} if (name, word) == ("acquire", "ARGV") else set()  # the two draws
         open_from = {1} if (name, word) == ("recount_unfinished", "ARGV") else set()
-        assert used - named <= in_a_table | open_from, f"{word} that are not bound to a name"
+        assert used - named <= open_from, f"{word} that are not bound to a name"
 
 
 @each_file
@@ -209,10 +210,11 @@ def test_the_callers_named_are_those_that_call(name: str) -> None:
 def test_a_policy_names_its_contract_and_its_twin(name: str) -> None:
     top = header(POLICY_FILES[name])
     assert POLICY_FILES[name].startswith(f"-- Policy {name}: ")
-    assert "choose(nodes, draws) -> index, exploring" in top
+    assert "choose(size, speeds, before, counts, means, tries, draw, chance) -> index, exploring" in top
     assert re.search(rf"Twin: app/balancing/{name}\.py", top)
     assert (ROOT / "app" / "balancing" / f"{name}.py").is_file()
     assert "redis." not in code_of(POLICY_FILES[name])
+    assert "READS_UNFINISHED" in bindings(POLICY_FILES[name])
     reads_latency = {"true": True, "false": False}[bindings(POLICY_FILES[name])["READS_LATENCY"]]
     assert reads_latency == (name in DECIDE_BY_LATENCY), "a latency that is not told at once would come late"
 
@@ -259,6 +261,7 @@ def test_no_key_is_built_in_lua(name: str) -> None:
     text = SCRIPTS[name].text
     assert ".." not in bare(text), "strings are joined"
     given = {variable for variable, value in bindings(text).items() if value.startswith("KEYS[")}
+    given |= {"key"} if keys_are_passed_on(code_of(text), given) else set()
     for command, *arguments in redis_calls(text):
         command = command.strip("'")
         assert command == command.upper()
@@ -266,6 +269,14 @@ def test_no_key_is_built_in_lua(name: str) -> None:
         if command != "TIME":
             for key in arguments if command == "DEL" else arguments[:1]:
                 assert key in given or key.startswith("KEYS["), f"{command} {key}"
+
+
+def keys_are_passed_on(code: str, given: set[str]) -> bool:
+    """Whether a function has a parameter `key`, and every call gives it one of `given`."""
+    passed = []
+    for name, parameters in re.findall(r"\blocal function (\w+)\((key\b[^)]*)\)", code):
+        passed += re.findall(rf"(?<!function )\b{name}\((\w+)", code)
+    return bool(passed) and set(passed) <= given | {"key"}
 
 
 @each_script

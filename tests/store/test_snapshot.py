@@ -79,7 +79,7 @@ def test_missing_speeds_are_the_average_of_the_candidates_own() -> None:
     known = snapshot(node(A, speed=4.0), node(B), node(C, State.DOWN, speed=100.0))
     pool = known.pool("m", Role.Hybrid)
     assert pool.speeds == (4.0, 4.0)
-    assert pool.arguments == (A, "4.0", B, "4.0")
+    assert pool.arguments == ("2", A, B, "4.0", "4.0")
 
 
 def test_models_are_listed_once_in_order_of_registration_without_those_of_gone_nodes() -> None:
