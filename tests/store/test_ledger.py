@@ -23,6 +23,7 @@ from app.store.latencies import NODES_A_NOTE, NOTE_AFTER_S
 from app.store.ledger import Ticket
 from app.store.pipeline import Pipeline
 from app.store.registry import Registry
+from app.store.scripts import Code
 from app.store.snapshot import Pool, Snapshot
 from tests.store.harness import Load, Worker, exact, give_back, ledger_of, of, totals, workers
 from tests.store.processes import worker_processes
@@ -333,6 +334,38 @@ async def test_notes_go_on_after_redis_has_lost_the_scripts(redis: Space) -> Non
         give_back(await worker.take(), succeeded=True)
         await aeventually(lambda: noted(redis, A) == 1)
         assert worker.shared
+
+
+@pytest.mark.parametrize(("draw", "last"), [(0.0, False), (1 - 2**-53, True)])
+async def test_the_least_and_the_largest_draw_are_taken(redis: Space, draw: float, last: bool) -> None:
+    """1 - 2**-53 is the largest number below 1: rounded up on the wire it would name a node behind the last."""
+    for strategy in STRATEGIES:
+        async with Worker(redis.url, redis.namespace, f"w-{strategy}", strategy=strategy) as worker:
+            for url in (A, B, C):
+                await worker.add_ready(url)
+            worker.ledger._draws = SimpleNamespace(random=lambda: draw)  # type: ignore[assignment]
+            tickets = await worker.take()
+            assert [ticket.url for ticket in tickets] == [C if last else A]
+            give_back(tickets)
+            await worker.take_nothing()
+
+
+async def test_a_release_is_of_the_connection_that_it_goes_over(redis: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands are packed once, and the generation is in them."""
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        await worker.add_ready(A)
+        tickets = await worker.take(3)
+        tickets.pop().release(succeeded=False)
+        await worker.take_nothing()
+        worker.ledger._drop("a test")
+        await aeventually(lambda: worker.shared)
+        codes: list[int] = []
+        monkeypatch.setattr(worker.ledger, "_released", lambda reply: codes.append(reply[0]))
+        tickets.pop().release(succeeded=False)
+        await worker.take_nothing()
+        assert codes == [Code.DONE]
+        assert totals(redis) == {A: 1} == ledger_of(redis, "w1")
+        give_back(tickets)
 
 
 # --- releasing, cancelling ------------------------------------------------------------------------

@@ -10,13 +10,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import hiredis
 import pytest
 
 from app.balancing import DECIDE_BY_LATENCY, ENCODER_POLICIES, POLICIES
 from app.nodes import Node, Role
 from app.store.fields import node_to_fields
 from app.store.keys import Keys
-from app.store.scripts import Arity, Code, Script, load_scripts, lua_directory
+from app.store.scripts import Arity, Code, Prepared, Script, load_scripts, lua_directory, packed
 from tests.store.harness import Worker, totals
 from tests.support.redis import PrivateRedis, Space
 from tests.support.wait import aeventually
@@ -274,7 +275,7 @@ def test_no_key_is_built_in_lua(name: str) -> None:
 def keys_are_passed_on(code: str, given: set[str]) -> bool:
     """Whether a function has a parameter `key`, and every call gives it one of `given`."""
     passed = []
-    for name, parameters in re.findall(r"\blocal function (\w+)\((key\b[^)]*)\)", code):
+    for name in re.findall(r"\blocal function (\w+)\(key\b", code):
         passed += re.findall(rf"(?<!function )\b{name}\((\w+)", code)
     return bool(passed) and set(passed) <= given | {"key"}
 
@@ -308,6 +309,24 @@ def test_a_call_with_too_few_or_too_many_is_refused_before_it_is_sent(name: str)
             script.evalsha(some_keys, some_args)
     if script.args.open_ended:
         assert script.evalsha(keys, [*args, "a", "b"])[-2:] == ("a", "b")
+
+
+@each_script
+def test_a_prepared_call_is_the_same_on_the_wire_and_held_to_the_header(name: str) -> None:
+    script = SCRIPTS[name]
+    keys, args = [f"k\u00e9{n}" for n in range(script.keys.fixed)], [n * 7 for n in range(script.args.fixed)]
+    for first in range(len(args) + 1):
+        prepared, count, tail = Prepared(script, keys, args[:first]), len(args) - first, packed(*args[first:])
+        assert prepared.command(count, tail) == hiredis.pack_command(script.evalsha(keys, args))  # type: ignore[arg-type]
+        whole = ("EVAL", script.text, len(keys), *keys, *args)
+        assert prepared.with_text(count, tail) == hiredis.pack_command(whole)  # type: ignore[arg-type]
+        wrong = [count - 1] if script.args.open_ended else [count - 1, count + 1]
+        for some in wrong if args else wrong[1:]:
+            with pytest.raises(ValueError, match=rf"{name}\.lua takes"):
+                prepared.command(some, tail)
+    if script.keys.fixed:
+        with pytest.raises(ValueError, match=rf"{name}\.lua takes"):
+            Prepared(script, keys[:-1], args)
 
 
 @pytest.mark.parametrize(
