@@ -49,6 +49,8 @@ local function read(key, wanted, first, size)
     return values
 end
 
+-- Counts are restated after a restart: replicas hear of them, the append-only file does not.
+redis.set_repl(redis.REPL_REPLICA)
 local reply = { 0, tonumber(current) or 0 }
 local at = FIRST
 while at <= #ARGV do

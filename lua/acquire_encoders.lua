@@ -49,10 +49,7 @@ local start = math.floor(tonumber(redis.call('GET', cursor_key) or '0') or 0) % 
 start = start >= 0 and start or 0
 local reply = { 0, tonumber(current) or 0, start }
 for item = 1, items do
-    local index = assign(nodes, start, item)
-    redis.call('HINCRBY', unfinished, nodes[index].url, 1)
-    redis.call('HINCRBY', ledger, nodes[index].url, 1)
-    reply[3 + item] = index
+    reply[3 + item] = assign(nodes, start, item)
 end
 if MOVES_CURSOR then
     redis.call('SET', cursor_key, (start + items) % #nodes)
@@ -68,5 +65,12 @@ if KEEPS_CREDIT then
             redis.call('HDEL', credit_key, owed[i])
         end
     end
+end
+-- Counts are restated after a restart: replicas hear of them, the append-only file does not.
+redis.set_repl(redis.REPL_REPLICA)
+for item = 1, items do
+    local url = nodes[reply[3 + item]].url
+    redis.call('HINCRBY', unfinished, url, 1)
+    redis.call('HINCRBY', ledger, url, 1)
 end
 return reply

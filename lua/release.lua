@@ -22,6 +22,8 @@ if answered == '1' then
     redis.call('HDEL', failures, url)
 end
 
+-- Counts are restated after a restart: replicas hear of them, the append-only file does not.
+redis.set_repl(redis.REPL_REPLICA)
 local left = redis.call('HINCRBY', ledger, url, -1)
 if left <= 0 then
     redis.call('HDEL', ledger, url)

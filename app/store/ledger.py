@@ -48,6 +48,9 @@ RENEW_S = 1.0
 """Between two renewals of the lease; the same step repairs a ledger that somebody edited."""
 WINDOW_S = 10
 """Seconds of which requests are noted, for the retry budget."""
+RESTATED_WITHIN_S = 3.0
+"""After Redis may have lost the counts, until those of every living worker are in it again: the longest pause before
+another attempt, the attempt, and a second to spare."""
 REASONS_TOLD = 8
 """Of one outage, in the log; sentinels asked in turn may each have a story of their own."""
 BACKOFF_S = (0.05, 1.0)
@@ -146,6 +149,7 @@ class Ledger:
         self._restate_due = False
         self._restated: asyncio.Future[None] | None = None
         self._trouble: str | None = "not connected to Redis yet"
+        self._lost_at_s: float | None = None  # when Redis was last found to have lost counts, or may have, monotonic
         self._told: set[str] = set()  # kinds of reasons why it is local or could not join, since it last did
         self._lost = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
@@ -170,6 +174,12 @@ class Ledger:
     def trouble(self) -> str | None:
         """Why decisions are local for now, in words; None while they are shared."""
         return self._trouble
+
+    @property
+    def counts_are_whole(self) -> bool:
+        """Whether every worker has had the time to state its counts since Redis may have lost them."""
+        lost_at_s = self._lost_at_s
+        return self.trouble is None and (lost_at_s is None or time.monotonic() - lost_at_s > RESTATED_WITHIN_S)
 
     async def start(self) -> None:
         """Join the deployment, or go on without it if Redis can't be reached; keeps trying by itself."""
@@ -517,6 +527,7 @@ class Ledger:
             # Unknown again in mid-session: Redis lost its data. The registry looks at once.
             self._registry.refresh_soon()
             if not reply[2]:
+                self._lost_at_s = time.monotonic()
                 self._tell_again()
 
     def _tell_again(self) -> None:
@@ -600,6 +611,8 @@ class Ledger:
         if changes != self._changes:
             self._restate_soon()
         self._registry.refresh_soon()
+        if not first:
+            self._lost_at_s = time.monotonic()
         self._tell_again()
         # As loud as the line that said it was over.
         log.log(logging.INFO if quiet else logging.WARNING, "decisions are shared: joined as %s", self.worker)

@@ -286,6 +286,17 @@ def test_nothing_but_what_the_argument_says_is_random_or_read_from_a_clock(name:
 
 
 @each_script
+def test_who_writes_counts_keeps_them_from_the_append_only_file(name: str) -> None:
+    text = code_of(SCRIPTS[name].text)
+    off, on = "redis.set_repl(redis.REPL_REPLICA)", "redis.set_repl(redis.REPL_ALL)"
+    writes = list(re.finditer(r"redis\.call\('(?:HINCRBY|HSET|HDEL)', (?:unfinished|ledger),", text))
+    assert (off in text) == bool(writes)
+    for write in writes:
+        before = text[: write.start()]
+        assert before.rfind(off) > before.rfind(on), write[0]
+
+
+@each_script
 def test_the_server_takes_the_script_under_the_sha_that_we_compute(name: str, redis_server: PrivateRedis) -> None:
     redis_server.ensure_running()
     assert redis_server.cli("SCRIPT", "LOAD", SCRIPTS[name].text) == SCRIPTS[name].sha
