@@ -128,6 +128,7 @@ def create_app(settings: Settings) -> HttpFace:
             breaker_failures=settings.breaker_failures,
         ),
         engine_key=engine_key,
+        counts_are_whole=lambda: ledger.counts_are_whole,
     )
     reaper = Reaper(registry, keys)
     topology = Topology.of(settings)

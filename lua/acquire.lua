@@ -13,8 +13,8 @@
 -- ARGV[1]  worker             id
 -- ARGV[2]  generation         of the connection this call came over
 -- ARGV[3]  version            of the snapshot the candidates come from; '' = whatever it is now
--- ARGV[4+] size, draw, draw, url, speed, ...  per pool: how many candidates, at least one; two numbers
---          in [0, 1), for ties and weights and for whether to explore; then each candidate
+-- ARGV[4+] size, url, ..., speed, ..., draw, draw   per pool: how many candidates, at least one; all their
+--          urls, then all their speeds; two numbers in [0, 1), for ties and weights and for whether to explore
 -- RETURN   {code, version, index, ...}  code: 0 taken (index: candidate, from 1, for each pool), 1 not a
 --          member (restate first), 2 snapshot is not current (refresh first)
 -- COST     O(candidates)      CALLER app/store/ledger.py
@@ -27,48 +27,47 @@ local current = redis.call('GET', version_key) or '0'
 if redis.call('HGET', sessions, worker) ~= generation then
     return { 1, tonumber(current) or 0 }
 end
-if version ~= '' and version ~= current then
+if version ~= current and version ~= '' then
     return { 2, tonumber(current) or 0 }
 end
 
-local function read_nodes(at, size)
-    local urls, nodes = {}, {}
-    for i = at, at + 2 * size - 2, 2 do
-        urls[#urls + 1] = ARGV[i]
-        nodes[#nodes + 1] = { url = ARGV[i], speed = tonumber(ARGV[i + 1]) }
+-- What stands at `key` for `size` urls from ARGV[first] on; nothing where the policy does not read it.
+local function read(key, wanted, first, size)
+    if not wanted then
+        return nil
+    elseif size <= 500 then
+        return redis.call('HMGET', key, unpack(ARGV, first, first + size - 1))
     end
     -- 500 at a time: unpack() has a limit of its own, and a fleet may be larger than it.
-    for first = 1, size, 500 do
-        local last = math.min(first + 499, size)
-        local counts = redis.call('HMGET', unfinished, unpack(urls, first, last))
-        local means, tries
-        if READS_LATENCY then
-            means = redis.call('HMGET', latency_mean, unpack(urls, first, last))
-            tries = redis.call('HMGET', explored, unpack(urls, first, last))
-        end
-        for i = first, last do
-            local node = nodes[i]
-            node.unfinished = tonumber(counts[i - first + 1] or 0)
-            node.mean = means and tonumber(means[i - first + 1] or nil)
-            node.explored = tries and tonumber(tries[i - first + 1] or 0)
+    local values = {}
+    for at = first, first + size - 1, 500 do
+        local some = redis.call('HMGET', key, unpack(ARGV, at, math.min(at + 499, first + size - 1)))
+        for i = 1, #some do
+            values[#values + 1] = some[i]
         end
     end
-    return nodes
+    return values
 end
 
+-- Counts are restated after a restart: replicas hear of them, the append-only file does not.
+redis.set_repl(redis.REPL_REPLICA)
 local reply = { 0, tonumber(current) or 0 }
 local at = FIRST
 while at <= #ARGV do
     local size = tonumber(ARGV[at])
-    local nodes = read_nodes(at + 3, size)
-    local index, exploring = choose(nodes, { tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2]) })
-    local url = nodes[index].url
+    local urls, speeds, draws = at, at + size, at + 2 * size
+    local counts = read(unfinished, READS_UNFINISHED, urls + 1, size)
+    local means = read(latency_mean, READS_LATENCY, urls + 1, size)
+    local tries = read(explored, READS_LATENCY, urls + 1, size)
+    local draw, chance = tonumber(ARGV[draws + 1]), tonumber(ARGV[draws + 2])
+    local index, exploring = choose(size, ARGV, speeds, counts, means, tries, draw, chance)
+    local url = ARGV[urls + index]
     redis.call('HINCRBY', unfinished, url, 1)
     redis.call('HINCRBY', ledger, url, 1)
     if exploring then
         redis.call('HINCRBY', explored, url, 1)
     end
     reply[#reply + 1] = index
-    at = at + 3 + 2 * size
+    at = draws + 3
 end
 return reply

@@ -15,7 +15,8 @@
 -- ARGV[2]  generation         of the connection this call came over
 -- ARGV[3]  version            of the snapshot the encoders come from; '' = whatever it is now
 -- ARGV[4]  items              how many, at least one
--- ARGV[5+] url, speed         per ready encoder in registration order, at least one
+-- ARGV[5+] size, url, ..., speed, ...   how many ready encoders, at least one; all their urls in registration
+--          order, then all their speeds
 -- RETURN   {code, version, start, index, ...}  code: 0 taken, 1 not a member (restate first), 2 snapshot
 --          is not current (refresh first); start: cursor before this call; one index (from 1) per item
 -- COST     O(items * encoders) CALLER app/store/ledger.py
@@ -33,11 +34,12 @@ if version ~= '' and version ~= current then
 end
 
 local nodes = {}
-for i = FIRST, #ARGV, 2 do
+local size = tonumber(ARGV[FIRST])
+for i = FIRST + 1, FIRST + size do
     local url = ARGV[i]
     nodes[#nodes + 1] = {
         url = url,
-        speed = tonumber(ARGV[i + 1]),
+        speed = tonumber(ARGV[i + size]),
         unfinished = tonumber(redis.call('HGET', unfinished, url) or '0'),
         credit = tonumber(redis.call('HGET', credit_key, url) or '0') or 0,
     }
@@ -47,10 +49,7 @@ local start = math.floor(tonumber(redis.call('GET', cursor_key) or '0') or 0) % 
 start = start >= 0 and start or 0
 local reply = { 0, tonumber(current) or 0, start }
 for item = 1, items do
-    local index = assign(nodes, start, item)
-    redis.call('HINCRBY', unfinished, nodes[index].url, 1)
-    redis.call('HINCRBY', ledger, nodes[index].url, 1)
-    reply[3 + item] = index
+    reply[3 + item] = assign(nodes, start, item)
 end
 if MOVES_CURSOR then
     redis.call('SET', cursor_key, (start + items) % #nodes)
@@ -66,5 +65,12 @@ if KEEPS_CREDIT then
             redis.call('HDEL', credit_key, owed[i])
         end
     end
+end
+-- Counts are restated after a restart: replicas hear of them, the append-only file does not.
+redis.set_repl(redis.REPL_REPLICA)
+for item = 1, items do
+    local url = nodes[reply[3 + item]].url
+    redis.call('HINCRBY', unfinished, url, 1)
+    redis.call('HINCRBY', ledger, url, 1)
 end
 return reply

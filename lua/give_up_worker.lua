@@ -21,6 +21,8 @@ if not certain then
         return { 5, 0 }
     end
 end
+-- Counts are restated after a restart: replicas hear of them, the append-only file does not.
+redis.set_repl(redis.REPL_REPLICA)
 if redis.call('TYPE', ledger).ok ~= 'hash' then
     redis.call('DEL', ledger)
 end
@@ -33,6 +35,7 @@ for i = 1, #recorded, 2 do
         redis.call('HDEL', unfinished, url)
     end
 end
+redis.set_repl(redis.REPL_ALL)
 redis.call('DEL', ledger, handing)
 redis.call('ZREM', workers, worker)
 redis.call('HDEL', sessions, worker)

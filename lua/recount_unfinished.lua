@@ -23,6 +23,8 @@ for i = 1, #ARGV do
         sums[recorded[j]] = (sums[recorded[j]] or 0) + (tonumber(recorded[j + 1]) or 0)
     end
 end
+-- Counts are restated after a restart: replicas hear of them, the append-only file does not.
+redis.set_repl(redis.REPL_REPLICA)
 if redis.call('TYPE', unfinished).ok ~= 'hash' then
     redis.call('DEL', unfinished)
 end

@@ -32,6 +32,8 @@ local now = redis.call('TIME')
 local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
 redis.call('ZADD', workers, string.format('%.0f', now_ms + lease_ms), worker)
 
+-- Counts are restated after a restart: replicas hear of them, the append-only file does not.
+redis.set_repl(redis.REPL_REPLICA)
 local stated = {}
 for i = 4, #ARGV, 2 do
     stated[ARGV[i]] = tonumber(ARGV[i + 1])
@@ -58,5 +60,6 @@ for url, difference in pairs(correct_by) do
     end
 end
 
+redis.set_repl(redis.REPL_ALL)
 redis.call('HSET', sessions, worker, generation)
 return { 0, version, registered == generation and 1 or 0 }

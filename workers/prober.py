@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
@@ -128,8 +129,10 @@ class Prober:
         worker: str,
         rules: Rules,
         engine_key: str | None,
+        counts_are_whole: Callable[[], bool],
     ) -> None:
         self._registry = registry
+        self._counts_are_whole = counts_are_whole
         self._engines = engines
         self._keys = keys
         self._worker = worker
@@ -200,7 +203,9 @@ class Prober:
         for node in nodes.values():
             if node.state == State.DRAINING:
                 # Past its end the script removes it, whoever needs it still.
-                if now_ms >= node.drain_until_ms or await fetched(registry, self._keys, node.url):
+                # While workers may have to state again what runs there, it looks idle and is not.
+                whole = self._counts_are_whole()
+                if now_ms >= node.drain_until_ms or (whole and await fetched(registry, self._keys, node.url)):
                     await registry.remove(node.url, when="drained")
                 continue
             if node.state == State.GONE and now_ms - node.state_since_ms > self._rules.forget_after_s * 1000:

@@ -15,5 +15,7 @@ POLICIES: dict[str, Policy] = {
     "random": random.choose,
     "min_observed_latency": min_observed_latency.choose,
 }
+DECIDE_BY_LATENCY = frozenset({"min_observed_latency"})
+"""Those to which a latency must be known at once; to the others it is a figure for people."""
 
-__all__ = ["ENCODER_POLICIES", "POLICIES", "Candidate", "Encoder", "Policy"]
+__all__ = ["DECIDE_BY_LATENCY", "ENCODER_POLICIES", "POLICIES", "Candidate", "Encoder", "Policy"]

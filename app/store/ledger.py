@@ -1,8 +1,8 @@
 """The ledger: this worker's own unfinished counts, and acquiring and releasing on the shared ones.
 
 Owns the hot connection, the worker's lease and the arithmetic between the local counts and Redis.
-It must not know HTTP or engines. Keys: unfinished, unfinished:<worker>, sessions, workers,
-latency:*, latency_mean, explored, last_success, failures, requests, encoder_cursor, encoder_credit (through lua/).
+It must not know HTTP or engines. Keys: unfinished, unfinished:<worker>, sessions, workers, latency_mean,
+explored, failures, requests, encoder_cursor, encoder_credit (through lua/), and those of `store.latencies`.
 
 The rule everything here follows: **a worker never replays, it restates.** The local counts are the
 truth about this worker; after anything unclear (an error, a lost reply, a flush, a lease that ran
@@ -30,29 +30,36 @@ from collections.abc import Callable, Sequence
 
 import hiredis
 
-from app.balancing import ENCODER_POLICIES, POLICIES, Candidate, Encoder
+from app.balancing import DECIDE_BY_LATENCY, ENCODER_POLICIES, POLICIES, Candidate, Encoder
 from app.errors import ModelNotFound, NoNodeAvailable, StoreUnavailable
 from app.store.keys import Keys, of_worker_given_up
+from app.store.latencies import Latencies
 from app.store.locator import Locator
 from app.store.pipeline import Pipeline, Reply
 from app.store.registry import Registry
-from app.store.scripts import Argument, Code, Script
+from app.store.scripts import Argument, Code, Prepared, Script, packed
 from app.store.snapshot import Pool, Snapshot
 
 log = logging.getLogger("evenhand.store")
 
-WINDOW = 15
-"""Latencies kept per node (source: LMDeploy's LATENCY_DEQUE_LEN)."""
 STALE_TRIES = 4
 """How often an acquire follows a registry that changes under it before it takes what it has."""
 RENEW_S = 1.0
 """Between two renewals of the lease; the same step repairs a ledger that somebody edited."""
 WINDOW_S = 10
 """Seconds of which requests are noted, for the retry budget."""
+RESTATED_WITHIN_S = 3.0
+"""After Redis may have lost the counts, until those of every living worker are in it again: the longest pause before
+another attempt, the attempt, and a second to spare."""
 REASONS_TOLD = 8
 """Of one outage, in the log; sentinels asked in turn may each have a story of their own."""
 BACKOFF_S = (0.05, 1.0)
 """First and longest pause between attempts to reach Redis: counts are exact again 2 s after it is back."""
+
+DONE = int(Code.DONE)
+NO_VERSION = packed("")
+PACKED_DRAWS = b"$12\r\n0.%010d\r\n$12\r\n0.%010d\r\n"
+"""Two numbers in [0, 1), packed."""
 
 Select = Callable[[Snapshot], Pool]
 
@@ -125,7 +132,12 @@ class Ledger:
         self._lease_ms = round(lease_s * 1000)
         self._timeout_s = timeout_s
         self._draws = draws or random.Random()
-        self._windows: dict[str, deque[float]] = {}
+        self._latencies = Latencies(
+            keys=keys,
+            script=scripts["note_latencies"],
+            at_once=strategy in DECIDE_BY_LATENCY,
+            send=self._send_latencies,
+        )
         self._pipeline: Pipeline | None = None
         self._generation = 0
         self._changes = 0
@@ -137,12 +149,19 @@ class Ledger:
         self._restate_due = False
         self._restated: asyncio.Future[None] | None = None
         self._trouble: str | None = "not connected to Redis yet"
+        self._lost_at_s: float | None = None  # when Redis was last found to have lost counts, or may have, monotonic
         self._told: set[str] = set()  # kinds of reasons why it is local or could not join, since it last did
         self._lost = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         counting = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.version)
-        self._acquire_keys = (*counting, keys.latency_mean, keys.explored)
-        self._encoders_keys = (*counting, keys.encoder_cursor, keys.encoder_credit, keys.nodes)
+        encoding = (*counting, keys.encoder_cursor, keys.encoder_credit, keys.nodes)
+        self._acquire_call = Prepared(self._acquire_script, (*counting, keys.latency_mean, keys.explored), (worker,))
+        self._encoders_call = Prepared(self._encoders_script, encoding, (worker,))
+        self._release_call = Prepared(scripts["release"], (*counting, keys.failures), (worker,))
+        # What such a call has besides, packed once too: of this connection, of a registry version, of a node.
+        self._packed_generation = packed(self._generation)
+        self._asked_version = 0, packed(0)
+        self._releases: dict[tuple[str, bool], bytes] = {}
         # What the encoder policy goes by while Redis is away.
         self._cursor = self._draws.randrange(2**16)
         self._credits: dict[str, float] = {}
@@ -156,6 +175,12 @@ class Ledger:
         """Why decisions are local for now, in words; None while they are shared."""
         return self._trouble
 
+    @property
+    def counts_are_whole(self) -> bool:
+        """Whether every worker has had the time to state its counts since Redis may have lost them."""
+        lost_at_s = self._lost_at_s
+        return self.trouble is None and (lost_at_s is None or time.monotonic() - lost_at_s > RESTATED_WITHIN_S)
+
     async def start(self) -> None:
         """Join the deployment, or go on without it if Redis can't be reached; keeps trying by itself."""
         await self._try_to_join()
@@ -167,6 +192,7 @@ class Ledger:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
         self._note_requests()
+        self._latencies.note()
         pipeline, self._pipeline = self._pipeline, None
         self._trouble = "closed"
         if pipeline is not None:
@@ -184,8 +210,9 @@ class Ledger:
 
         Raises whatever `select` raises (no such model, no node); never because of Redis.
         """
-
-        (ticket,) = await self.acquire_each(select, again=again)
+        if not again:
+            self._count_request()
+        (ticket,) = await self._acquire((select,), self._acquire_call, self._ask, self._read, self._choose)
         return ticket
 
     async def acquire_each(self, *selects: Select, again: bool = False) -> list[Ticket]:
@@ -198,18 +225,9 @@ class Ledger:
             One ticket per select, in order. Raises as `acquire`.
         """
 
-        def arguments(pools: Sequence[Pool]) -> list[Argument]:
-            parts: list[Argument] = []
-            for pool in pools:
-                parts += [len(pool.urls), repr(self._draws.random()), repr(self._draws.random()), *pool.arguments]
-            return parts
-
-        def read(pools: Sequence[Pool], reply: list[int]) -> list[str]:
-            return [pool.urls[index - 1] for pool, index in zip(pools, reply[2:], strict=True)]
-
         if not again:
             self._count_request()
-        return await self._acquire(selects, self._acquire_script, self._acquire_keys, arguments, read, self._choose)
+        return await self._acquire(selects, self._acquire_call, self._ask, self._read, self._choose)
 
     async def acquire_encoders(self, select: Select, items: int) -> list[Ticket]:
         """Give each of `items` media items an encoder and count it there, all in one step.
@@ -218,8 +236,8 @@ class Ledger:
             One ticket per item, in order. Raises as `acquire`.
         """
 
-        def arguments(pools: Sequence[Pool]) -> list[Argument]:
-            return [items, *pools[0].arguments]
+        def ask(pools: Sequence[Pool]) -> tuple[int, bytes]:
+            return pools[0].words + 1, packed(items) + pools[0].packed
 
         def read(pools: Sequence[Pool], reply: list[int]) -> list[str]:
             return [pools[0].urls[index - 1] for index in reply[3:]]
@@ -228,18 +246,22 @@ class Ledger:
             return self._assign(pools[0], items)
 
         self._count_request()
-        return await self._acquire((select,), self._encoders_script, self._encoders_keys, arguments, read, locally)
+        return await self._acquire((select,), self._encoders_call, ask, read, locally)
 
     async def _acquire(
         self,
         selects: Sequence[Select],
-        script: Script,
-        names: tuple[str, ...],
-        arguments: Callable[[Sequence[Pool]], list[Argument]],
+        call: Prepared,
+        ask: Callable[[Sequence[Pool]], tuple[int, bytes]],
         read: Callable[[Sequence[Pool], list[int]], list[str]],
         locally: Callable[[Sequence[Pool]], list[str]],
     ) -> list[Ticket]:
-        """Follow the registry until the decision is made on its current version; else decide locally."""
+        """Follow the registry until the decision is made on its current version; else decide locally.
+
+        Args:
+            ask: what `call` takes behind the version, packed, and how many arguments that is.
+            read: the nodes that a reply names.
+        """
         for attempt in range(STALE_TRIES):
             try:
                 pools = self._select(selects)
@@ -251,10 +273,18 @@ class Ledger:
                 await asyncio.shield(self._restated)
             if self._pipeline is None:
                 break
-            version = "" if attempt == STALE_TRIES - 1 else str(pools[0].version)
-            command = script.evalsha(names, (self.worker, self._generation, version, *arguments(pools)))
-            code, urls = await self._count(script, command, pools, read)
-            if code == Code.DONE:
+            count, words = ask(pools)
+            version = NO_VERSION if attempt == STALE_TRIES - 1 else self._packed_version(pools[0].version)
+            future = self._count(call, count + 2, b"".join((self._packed_generation, version, words)), pools, read)
+            try:
+                code, urls = await future
+            except asyncio.CancelledError:
+                # Cancelled between the reply and this line: `settle` has counted, and nobody else will know.
+                if future.done() and not future.cancelled():
+                    for url in future.result()[1]:
+                        self._release(url, None)
+                raise
+            if code == DONE:
                 return [Ticket(self, url) for url in urls]
             if code == Code.STALE:
                 try:
@@ -270,6 +300,23 @@ class Ledger:
         if self._pipeline is not None:
             self._restate_soon()
         return [Ticket(self, url) for url in urls]
+
+    def _packed_version(self, version: int) -> bytes:
+        if version != self._asked_version[0]:
+            self._asked_version = version, packed(version)
+        return self._asked_version[1]
+
+    def _ask(self, pools: Sequence[Pool]) -> tuple[int, bytes]:
+        draw = self._draws.random
+        # Ten digits, always: a draw that was rounded up to 1 would be outside of what a policy takes.
+        if len(pools) == 1:
+            (pool,) = pools
+            return pool.words + 2, pool.packed + PACKED_DRAWS % (int(draw() * 1e10), int(draw() * 1e10))
+        words = [pool.packed + PACKED_DRAWS % (int(draw() * 1e10), int(draw() * 1e10)) for pool in pools]
+        return sum(pool.words + 2 for pool in pools), b"".join(words)
+
+    def _read(self, pools: Sequence[Pool], reply: list[int]) -> list[str]:
+        return [pool.urls[index - 1] for pool, index in zip(pools, reply[2:], strict=True)]
 
     def shun(self, url: str, seconds: float) -> None:
         """Pass the node over for so long wherever another will do: in local decisions only, until the next join."""
@@ -291,26 +338,27 @@ class Ledger:
             with contextlib.suppress(StoreUnavailable):
                 await self._registry.refresh()
 
-    async def _count(
+    def _count(
         self,
-        script: Script,
-        command: tuple[Argument, ...],
+        call: Prepared,
+        count: int,
+        words: bytes,
         pools: Sequence[Pool],
         read: Callable[[Sequence[Pool], list[int]], list[str]],
-    ) -> tuple[Code | None, list[str]]:
+    ) -> asyncio.Future[tuple[int | None, list[str]]]:
         """One acquire on the wire: the code, None without an answer, and what it counted."""
-        future: asyncio.Future[tuple[Code | None, list[str]]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[tuple[int | None, list[str]]] = asyncio.get_running_loop().create_future()
 
         def settle(reply: Reply) -> None:
             if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT"):
                 # Nothing ran, so sending the whole script instead is no replay. It stays in flight.
                 if self._pipeline is not None:
-                    self._pipeline.submit(("EVAL", script.text, *command[2:]), settle)
+                    self._pipeline.send(call.with_text(count, words), settle)
                     return
                 reply = StoreUnavailable("Redis lost the scripts and then the connection")
             self._acquiring -= 1
             code = self._read_code(reply)
-            urls = read(pools, reply) if code == Code.DONE else []
+            urls = read(pools, reply) if code == DONE else []
             for url in urls:
                 self._add(url)
             if future.cancelled():
@@ -322,26 +370,20 @@ class Ledger:
 
         self._acquiring += 1
         assert self._pipeline is not None
-        self._pipeline.submit(command, settle)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            # Cancelled between the reply and this line: `settle` has counted, and nobody else will know.
-            if future.done() and not future.cancelled():
-                for url in future.result()[1]:
-                    self._release(url, None)
-            raise
+        self._pipeline.send(call.command(count, words), settle)
+        return future
 
-    def _read_code(self, reply: Reply) -> Code | None:
+    def _read_code(self, reply: Reply) -> int | None:
         if isinstance(reply, Exception):
             if not isinstance(reply, StoreUnavailable):
                 self._distrust(f"Redis answered an acquire with: {reply}")
             return None
-        if reply[0] == Code.NOT_MEMBER:
+        code: int = reply[0]
+        if code == Code.NOT_MEMBER:
             self._restate_soon()
         if reply[1] != self._registry.snapshot.version:
             self._registry.refresh_soon()
-        return Code(reply[0])
+        return code
 
     def _add(self, url: str) -> None:
         self.counts[url] = self.counts.get(url, 0) + 1
@@ -351,7 +393,7 @@ class Ledger:
         urls = []
         for pool in pools:
             candidates = [
-                Candidate(speed, self.counts.get(url, 0), self._mean_latency_s(url))
+                Candidate(speed, self.counts.get(url, 0), self._latencies.mean_s(url))
                 for url, speed in zip(pool.urls, pool.speeds, strict=True)
             ]
             index, _ = self._policy(candidates, (self._draws.random(), self._draws.random()))
@@ -369,10 +411,6 @@ class Ledger:
         self._credits = kept | {url: encoder.credit for url, encoder in zip(pool.urls, encoders, strict=True)}
         return [pool.urls[index] for index in indices]
 
-    def _mean_latency_s(self, url: str) -> float | None:
-        window = self._windows.get(url)
-        return sum(window) / len(window) if window else None
-
     # --- release ----------------------------------------------------------------------------------
 
     def _release(self, url: str, latency_s: float | None, *, answered: bool = False) -> None:
@@ -383,28 +421,16 @@ class Ledger:
             del self.counts[url]
         self._changes += 1
         if latency_s is not None:
-            nodes = self._registry.snapshot.nodes
-            if url not in self._windows and len(self._windows) > 2 * len(nodes) + 16:  # nodes come and go
-                self._windows = {other: window for other, window in self._windows.items() if other in nodes}
-            self._windows.setdefault(url, deque(maxlen=WINDOW)).append(latency_s)
+            self._latencies.add(url, latency_s, self._registry.snapshot.nodes)
         if self._pipeline is None:
             return
-        keys = self._keys
-        names = (
-            keys.unfinished,
-            keys.ledger(self.worker),
-            keys.sessions,
-            keys.version,
-            keys.nodes,
-            keys.latency(url),
-            keys.latency_mean,
-            keys.explored,
-            keys.last_success,
-            keys.failures,
-        )
-        latency = "" if latency_s is None else f"{latency_s:.6f}"
-        arguments = (self.worker, self._generation, url, latency, WINDOW, "1" if answered else "0")
-        self._pipeline.submit(self._scripts["release"].evalsha(names, arguments), self._released)
+        command = self._releases.get((url, answered))
+        if command is None:
+            if len(self._releases) > 4 * len(self._registry.snapshot.nodes) + 32:  # nodes come and go
+                self._releases.clear()
+            words = packed(self._generation, url, int(answered))
+            command = self._releases[url, answered] = self._release_call.command(3, words)
+        self._pipeline.send(command, self._released)
 
     def _released(self, reply: Reply) -> None:
         if isinstance(reply, StoreUnavailable):
@@ -412,10 +438,18 @@ class Ledger:
         if isinstance(reply, Exception):
             # NOSCRIPT too: whether it ran matters less than that the restate is right either way.
             self._distrust(f"Redis answered a release with: {reply}")
-        elif reply[0] != Code.DONE:
+        elif reply[0] != DONE:
             self._restate_soon()
         elif reply[1] != self._registry.snapshot.version:
             self._registry.refresh_soon()
+
+    def _send_latencies(self, command: Sequence[Argument]) -> None:
+        if self._pipeline is not None:
+            self._pipeline.submit(command, self._noted_latencies)
+
+    def _noted_latencies(self, reply: Reply) -> None:
+        if isinstance(reply, Exception) and not isinstance(reply, StoreUnavailable):
+            self._distrust(f"Redis answered a note of latencies with: {reply}")
 
     # --- notes ------------------------------------------------------------------------------------
 
@@ -493,6 +527,7 @@ class Ledger:
             # Unknown again in mid-session: Redis lost its data. The registry looks at once.
             self._registry.refresh_soon()
             if not reply[2]:
+                self._lost_at_s = time.monotonic()
                 self._tell_again()
 
     def _tell_again(self) -> None:
@@ -502,7 +537,8 @@ class Ledger:
     def _distrust(self, reason: str) -> None:
         """An error reply: nobody knows what ran. READONLY and LOADING need another connection."""
         if "NOSCRIPT" in reason and self._pipeline is not None:
-            self._pipeline.submit(("SCRIPT", "LOAD", self._scripts["release"].text), lambda reply: None)
+            for name in ("release", "note_latencies"):
+                self._pipeline.submit(("SCRIPT", "LOAD", self._scripts[name].text), _ignore)
             self._restate_soon()
         else:
             self._drop(reason)
@@ -542,10 +578,12 @@ class Ledger:
         pipeline = await Pipeline.open(address, timeout_s=self._timeout_s, on_lost=lost)
         holder.append(pipeline)
         try:
-            for script in (self._acquire_script, self._encoders_script, self._scripts["release"]):
+            told = (self._scripts["release"], self._scripts["note_latencies"])
+            for script in (self._acquire_script, self._encoders_script, *told):
                 await pipeline.call(("SCRIPT", "LOAD", script.text))
             # Wall-clock ms, so that a worker restarted under the same id is never behind itself.
-            first, self._generation = not self._generation, max(self._generation + 1, time.time_ns() // 1_000_000)
+            first = not self._generation
+            self._speak_as(max(self._generation + 1, time.time_ns() // 1_000_000))
             # What brought us here may be a key that somebody wrote over: then the restate could fail as well.
             with contextlib.suppress(StoreUnavailable):
                 await self._registry.heal()
@@ -555,7 +593,7 @@ class Ledger:
             reply = await pipeline.call(self._restate_command())
             if reply[0] != Code.DONE:
                 # This one is the newest: the number is somebody's edit, or of a clock that was ahead. Go beyond it.
-                self._generation = reply[2]
+                self._speak_as(reply[2])
                 raise StoreUnavailable("a newer connection of this worker has spoken")
             if pipeline.lost is not None:
                 raise pipeline.lost
@@ -573,9 +611,16 @@ class Ledger:
         if changes != self._changes:
             self._restate_soon()
         self._registry.refresh_soon()
+        if not first:
+            self._lost_at_s = time.monotonic()
         self._tell_again()
         # As loud as the line that said it was over.
         log.log(logging.INFO if quiet else logging.WARNING, "decisions are shared: joined as %s", self.worker)
+
+    def _speak_as(self, generation: int) -> None:
+        self._generation = generation
+        self._packed_generation = packed(generation)
+        self._releases.clear()
 
     async def _try_to_join(self) -> None:
         try:

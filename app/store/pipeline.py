@@ -94,12 +94,16 @@ class Pipeline(asyncio.Protocol):
 
     def submit(self, command: Sequence[str | bytes | int], callback: Callback) -> None:
         """Send `command`; `callback` gets its reply, or StoreUnavailable if the connection is lost."""
+        self.send(hiredis.pack_command(tuple(command)), callback)  # type: ignore[arg-type]  # its stub says 1-tuple
+
+    def send(self, packed: bytes, callback: Callback) -> None:
+        """The same of a command that is packed already."""
         if self._lost is not None:
             callback(self._lost)
             return
         if not self._outgoing:
             self._loop.call_soon(self._flush)
-        self._outgoing.append(hiredis.pack_command(tuple(command)))  # type: ignore[arg-type]  # its stub says 1-tuple
+        self._outgoing.append(packed)
         self._waiting.append((callback, time.monotonic()))
         if self._timer is None:
             self._timer = self._loop.call_later(self._timeout_s, self._check_deadline)

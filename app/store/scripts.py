@@ -1,6 +1,6 @@
 """The Lua scripts: read once from `lua/`, checked against their own headers, addressed by SHA-1.
 
-A header's KEYS[n] and ARGV[n] lines are the contract; `Script.evalsha` holds every call to it. The
+A header's KEYS[n] and ARGV[n] lines are the contract; `Script.evalsha` and `Prepared` hold every call to it. The
 acquire scripts are composed: one policy of `lua/policies/` before the frame `lua/acquire.lua`, one of
 `lua/policies/encoders/` before `lua/acquire_encoders.lua`.
 """
@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
+
+import hiredis
 
 Argument = str | bytes | int
 
@@ -70,6 +72,38 @@ class Script:
 
     def __repr__(self) -> str:
         return f"<Script {self.name} keys={self.keys} args={self.args}>"
+
+
+def packed(*words: Argument) -> bytes:
+    """Words of a command as they go over the wire (RESP bulk strings), without the count that a command begins with."""
+    command: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]  # its stub says 1-tuple
+    return command[command.index(b"\r\n") + 2 :]
+
+
+class Prepared:
+    """Calls of a script of which most stays the same: what every call has is put into bytes once."""
+
+    def __init__(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> None:
+        if not script.keys.admits(len(keys)):
+            raise ValueError(f"{script.name}.lua takes {script.keys}, got {len(keys)}")
+        self.script = script
+        self._args = len(args)
+        self._words = 3 + len(keys) + len(args)
+        self._rest = packed(len(keys), *keys, *args)
+        self._by_sha = packed("EVALSHA", script.sha) + self._rest
+
+    def __repr__(self) -> str:
+        return f"<Prepared {self.script.name}>"
+
+    def command(self, count: int, tail: bytes) -> bytes:
+        """The whole EVALSHA command with `tail`, which is `count` more arguments, packed."""
+        if not self.script.args.admits(self._args + count):
+            raise ValueError(f"{self.script.name}.lua takes {self.script.args}, got {self._args + count}")
+        return b"*%d\r\n%b%b" % (self._words + count, self._by_sha, tail)
+
+    def with_text(self, count: int, tail: bytes) -> bytes:
+        """The same for a server that has not got the script: EVAL."""
+        return b"*%d\r\n%b%b%b" % (self._words + count, packed("EVAL", self.script.text), self._rest, tail)
 
 
 def lua_directory() -> Path:

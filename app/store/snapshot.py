@@ -11,19 +11,21 @@ from dataclasses import dataclass, field
 
 from app.errors import ModelNotFound, NoNodeAvailable
 from app.nodes import Breaker, Node, Role, State
+from app.store.scripts import Argument, packed
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
     """The candidates for one model and role: `urls[i]` has the effective speed `speeds[i]`.
 
-    `arguments` is the same as acquire.lua takes it: url, speed, url, speed, ...
+    `packed` is the same as acquire.lua takes it, ready for the wire: how many, all urls, all speeds, `words` in all.
     """
 
     version: int
     urls: tuple[str, ...]
     speeds: tuple[float, ...]
-    arguments: tuple[str, ...] = field(repr=False)
+    words: int = field(repr=False)
+    packed: bytes = field(repr=False)
 
 
 def effective_speeds(nodes: Iterable[Node]) -> tuple[float, ...]:
@@ -127,5 +129,6 @@ class Snapshot:
 
     def _pool_of(self, nodes: Sequence[Node]) -> Pool:
         speeds = effective_speeds(nodes)
-        arguments = tuple(text for node, speed in zip(nodes, speeds, strict=True) for text in (node.url, repr(speed)))
-        return Pool(self.version, tuple(node.url for node in nodes), speeds, arguments)
+        urls = tuple(node.url for node in nodes)
+        words: tuple[Argument, ...] = (len(urls), *urls, *map(repr, speeds))
+        return Pool(self.version, urls, speeds, len(words), packed(*words))

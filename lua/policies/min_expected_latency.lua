@@ -1,21 +1,32 @@
 -- Policy min_expected_latency: the node with the least unfinished / speed; ties by draw.
 --
--- choose(nodes, draws) -> index, exploring
---   nodes   array of {speed, unfinished, mean, explored}; draws: two numbers in [0, 1)
+-- choose(size, speeds, before, counts, means, tries, draw, chance) -> index, exploring
+--   size candidates; the speed of i is speeds[before + i]; counts[i]: its unfinished requests, false for 0;
+--   draw: a number in [0, 1); the others are for policies that read latencies
 -- Twin: app/balancing/min_expected_latency.py.
-local READS_LATENCY = false
+local READS_UNFINISHED, READS_LATENCY = true, false
 
-local function choose(nodes, draws)
-    local least = math.huge
-    local ties = {}
-    for i = 1, #nodes do
-        local score = nodes[i].unfinished / nodes[i].speed
+local function choose(size, speeds, before, counts, means, tries, draw, chance)
+    local least, ties, first = math.huge, 0, 1
+    for i = 1, size do
+        local score = (counts[i] or 0) / speeds[before + i]
         if score < least then
-            least = score
-            ties = { i }
+            least, ties, first = score, 1, i
         elseif score == least then
-            ties[#ties + 1] = i
+            ties = ties + 1
         end
     end
-    return ties[math.floor(draws[1] * #ties) + 1], false
+    if ties == 1 then
+        return first, false
+    end
+    -- The draw says which of the ties it is: no list of them is needed.
+    local left = math.floor(draw * ties)
+    for i = first, size do
+        if (counts[i] or 0) / speeds[before + i] == least then
+            if left == 0 then
+                return i, false
+            end
+            left = left - 1
+        end
+    end
 end

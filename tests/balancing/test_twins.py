@@ -62,8 +62,8 @@ class Acquirer:
         arguments: list[str | int] = []
         numbers = itertools.count()
         for n, pool in enumerate(pools):
-            arguments += [len(pool), *map(repr, draws[2 * n : 2 * n + 2])]
-            arguments += [part for one in pool for part in (f"http://n{next(numbers)}", repr(one.speed))]
+            arguments += [len(pool), *(f"http://n{next(numbers)}" for _ in pool), *(repr(one.speed) for one in pool)]
+            arguments += map(repr, draws[2 * n : 2 * n + 2])
         command = self.script.evalsha(names, ("w", 5, "3", *arguments))
         return self.client.execute_command(*command)
 
@@ -108,6 +108,7 @@ def check_twins(acquirer: Acquirer, policy: str, candidates: list[Candidate], dr
     max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(candidates=CANDIDATES, draws=st.tuples(DRAW, DRAW))
+@example(candidates=[Candidate(5e-324, 1), Candidate(5e-324, 2)], draws=(0.5, 0.5))  # both are infinitely busy
 @example(candidates=[Candidate(0.1, 0), Candidate(0.2, 0), Candidate(0.3, 0)], draws=(0.9999999999999999, 0.5))
 def test_lua_and_python_choose_alike(
     acquirer: Acquirer, policy: str, candidates: list[Candidate], draws: tuple[float, float]

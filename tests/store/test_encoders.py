@@ -75,7 +75,7 @@ class Fleet:
         keys, worker = self.keys, f"w{n}"
         counting = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.version)
         names = (*counting, keys.encoder_cursor, keys.encoder_credit, keys.nodes)
-        pool = [part for url, speed in encoders for part in (url, repr(speed))]
+        pool = [len(encoders), *(url for url, _ in encoders), *(repr(speed) for _, speed in encoders)]
         arguments = (worker, more.get("generation", 5), more.get("version", str(VERSION)), items, *pool)
         command = SCRIPTS[f"acquire_encoders_{policy}"].evalsha(names, arguments)
         reply: list[int | float | str] = self.connections[n].execute_command(*command)  # type: ignore[no-untyped-call]
@@ -574,6 +574,8 @@ async def test_release_twice_counts_once(redis: Space) -> None:
         for _ in range(3):
             tickets[0].release(succeeded=True)
         await aeventually(lambda: totals(redis) == {E1: 1} == ledger_of(redis, "w1") == w1.ledger.counts)
+        w1.ledger._latencies.note()
+        await w1.take_nothing()
         assert redis.cli("LLEN", redis.key(f"latency:{E0}")) == 1
 
 

@@ -263,6 +263,7 @@ async def running(space: Space, *, pace: int = PACE) -> AsyncIterator[Scene]:
                 worker=name,
                 rules=RULES,
                 engine_key=None,
+                counts_are_whole=lambda worker=worker: worker.ledger.counts_are_whole,  # type: ignore[misc]
             )
             for loop in (prober.run, Reaper(worker.registry, worker.keys).run):
                 stack.push_async_callback(ended, asyncio.create_task(loop()))

@@ -19,9 +19,11 @@ import pytest
 from app.errors import ModelNotFound, NoNodeAvailable
 from app.nodes import Role
 from app.store import ledger as ledger_module
+from app.store.latencies import NODES_A_NOTE, NOTE_AFTER_S
 from app.store.ledger import Ticket
 from app.store.pipeline import Pipeline
 from app.store.registry import Registry
+from app.store.scripts import Code
 from app.store.snapshot import Pool, Snapshot
 from tests.store.harness import Load, Worker, exact, give_back, ledger_of, of, totals, workers
 from tests.store.processes import worker_processes
@@ -157,8 +159,7 @@ async def test_r14_a_node_that_fails_fast_gets_only_its_probe_share(redis: Space
         # The first exploration and then one in ten: 1 + Binomial(199, 0.1), 21 +- 4 (three of these: 34).
         assert 1 <= chosen[A] <= 34
         await aeventually(lambda: totals(redis) == {})
-        assert redis.cli("LLEN", redis.key(f"latency:{A}")) == 0
-        assert redis.cli("LLEN", redis.key(f"latency:{B}")) == 15
+        assert (noted(redis, A), noted(redis, B)) == (0, 15)
         assert redis.cli("HKEYS", redis.key("latency_mean")) == [B]
         assert redis.cli("HGETALL", redis.key("explored")) == {A: str(chosen[A])}
         assert redis.cli("HKEYS", redis.key("last_success")) == [B]
@@ -197,13 +198,19 @@ async def test_r16_a_closed_loop_follows_the_speeds(redis: Space) -> None:
 # --- the latency window ---------------------------------------------------------------------------
 
 
+def noted(space: Space, url: str) -> int:
+    """How many latencies of the node Redis knows."""
+    return int(space.cli("LLEN", space.key(f"latency:{url}")))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 async def test_the_window_holds_the_last_15_successes_newest_first(
-    redis: Space, monkeypatch: pytest.MonkeyPatch
+    redis: Space, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: now_s, time_ns=ledger_module.time.time_ns)
     monkeypatch.setattr(ledger_module, "time", clock)
-    async with Worker(redis.url, redis.namespace, "w1") as worker:
+    async with Worker(redis.url, redis.namespace, "w1", strategy=strategy) as worker:
         await worker.add_ready(A)
         for i in range(1, 18):  # 1 s, 2 s, ... 17 s
             (ticket,) = await worker.take()
@@ -212,22 +219,153 @@ async def test_the_window_holds_the_last_15_successes_newest_first(
         (ticket,) = await worker.take()
         now_s += 1000
         ticket.release(succeeded=False)
-        await aeventually(lambda: totals(redis) == {})
+        await aeventually(lambda: totals(redis) == {} and noted(redis, A) == 15)
         status = await worker.registry.status()
         assert status[A].latency_s == [float(i) for i in range(17, 2, -1)]
         # (3 + 17) / 2
         assert float(redis.cli("HGET", redis.key("latency_mean"), A)) == 10
 
 
-async def test_a_late_answer_of_a_removed_node_leaves_no_window_behind(redis: Space) -> None:
+async def test_windows_of_several_workers_and_notes_come_one_behind_the_other(redis: Space) -> None:
+    async with workers(redis, 2) as made:
+        await made[0].add_ready(A)
+        await made[1].registry.refresh()
+        for n, worker in enumerate((made[0], made[1], made[0])):
+            for _ in range(6):
+                worker.ledger._latencies.add(A, float(n), worker.registry.snapshot.nodes)
+            worker.ledger._latencies.note()
+            await worker.take_nothing()
+        window = [float(text) for text in redis.cli("LRANGE", redis.key(f"latency:{A}"), 0, -1)]
+        assert window == [2.0] * 6 + [1.0] * 6 + [0.0] * 3
+        # (6 * 2 + 6 * 1) / 15
+        assert float(redis.cli("HGET", redis.key("latency_mean"), A)) == 1.2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_latencies_are_told_one_by_one_only_where_the_strategy_decides_by_them(
+    own_redis: Space, strategy: str
+) -> None:
+    async with Worker(own_redis.url, own_redis.namespace, "w1", strategy=strategy) as worker:
+        for url in (A, B):
+            await worker.add_ready(url)
+        for ticket in await worker.take(40):
+            ticket.release(succeeded=True)
+        if strategy == "min_observed_latency":
+            await worker.take_nothing()  # no waiting: by the next decision it is known
+            additions = 40
+        else:
+            await aeventually(lambda: noted(own_redis, A) and noted(own_redis, B), within_s=2 * NOTE_AFTER_S)
+            additions = 2  # to each window one
+        assert own_redis.cli("INFO", "commandstats")["cmdstat_lpush"]["calls"] == additions
+        assert set(own_redis.cli("HKEYS", own_redis.key("last_success"))) == {A, B}
+
+
+async def test_by_the_next_decision_the_latency_of_an_answer_is_known(redis: Space) -> None:
+    """Of another worker's, too: a note runs before the release of its request."""
+    async with workers(redis, 2, strategy="min_observed_latency") as made:
+        for url in (A, B):
+            await made[0].add_ready(url)
+        await made[1].registry.refresh()
+        tickets = await made[0].take(2)
+        assert {ticket.url for ticket in tickets} == {A, B}
+        await asyncio.sleep(0.01)
+        tickets[0].release(succeeded=True)
+        await made[0].take_nothing()
+        assert [ticket.url for ticket in await made[1].take(5)] == [tickets[0].url] * 5
+
+
+async def test_what_is_not_noted_yet_is_noted_when_the_worker_leaves(redis: Space) -> None:
     async with Worker(redis.url, redis.namespace, "w1") as worker:
         await worker.add_ready(A)
-        (ticket,) = await worker.take()
+        give_back(await worker.take(3), succeeded=True)
+    assert noted(redis, A) == 3
+    assert redis.cli("HKEYS", redis.key("last_success")) == [A]
+
+
+async def test_a_note_of_more_nodes_than_one_command_takes(redis: Space) -> None:
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        urls = [f"http://10.0.1.{i}:23333" for i in range(2 * NODES_A_NOTE + 1)]
+        redis.cli("SADD", redis.key("nodes"), *urls)
+        for url in urls:
+            worker.ledger._latencies.add(url, 0.5, urls)
+        worker.ledger._latencies.note()
+        await worker.take_nothing()
+        assert set(redis.cli("HKEYS", redis.key("latency_mean"))) == set(urls)
+        redis.cli("DEL", redis.key("nodes"))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_a_late_answer_of_a_removed_node_leaves_no_window_behind(redis: Space, strategy: str) -> None:
+    async with Worker(redis.url, redis.namespace, "w1", strategy=strategy) as worker:
+        await worker.add_ready(A)
+        one, other = await worker.take(2)
+        one.release(succeeded=True)
+        worker.ledger._latencies.note()
+        await worker.take_nothing()
+        assert noted(redis, A) == 1
         assert await worker.registry.remove(A)
         assert totals(redis) == {A: 1}  # it still runs
-        ticket.release(succeeded=True)
-        await aeventually(lambda: totals(redis) == {})
+        other.release(succeeded=True)
+        worker.ledger._latencies.note()
+        await worker.take_nothing()
+        assert totals(redis) == {}
         assert set(redis.key_names()) - {"requests"} == {"layout", "version", "workers", "sessions"}
+
+
+@pytest.mark.parametrize("strategy", ["min_expected_latency", "min_observed_latency"])
+async def test_a_window_of_another_type_is_met_by_the_next_note_and_healed(redis: Space, strategy: str) -> None:
+    async with Worker(redis.url, redis.namespace, "w1", strategy=strategy) as worker:
+        await worker.add_ready(A)
+        redis.cli("SET", redis.key(f"latency:{A}"), "x")
+        give_back(await worker.take(), succeeded=True)
+        await aeventually(lambda: redis.cli("TYPE", redis.key(f"latency:{A}")) in ("none", "list"))
+        await aeventually(lambda: exact(redis, [worker]))
+        give_back(await worker.take(), succeeded=True)
+        await aeventually(lambda: noted(redis, A) == 1)
+
+
+async def test_notes_go_on_after_redis_has_lost_the_scripts(redis: Space) -> None:
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        await worker.add_ready(A)
+        redis.cli("SCRIPT", "FLUSH")
+        give_back(await worker.take(), succeeded=True)
+        worker.ledger._latencies.note()  # this one may be lost
+        await worker.take_nothing()
+        give_back(await worker.take(), succeeded=True)
+        await aeventually(lambda: noted(redis, A) == 1)
+        assert worker.shared
+
+
+@pytest.mark.parametrize(("draw", "last"), [(0.0, False), (1 - 2**-53, True)])
+async def test_the_least_and_the_largest_draw_are_taken(redis: Space, draw: float, last: bool) -> None:
+    """1 - 2**-53 is the largest number below 1: rounded up on the wire it would name a node behind the last."""
+    for strategy in STRATEGIES:
+        async with Worker(redis.url, redis.namespace, f"w-{strategy}", strategy=strategy) as worker:
+            for url in (A, B, C):
+                await worker.add_ready(url)
+            worker.ledger._draws = SimpleNamespace(random=lambda: draw)  # type: ignore[assignment]
+            tickets = await worker.take()
+            assert [ticket.url for ticket in tickets] == [C if last else A]
+            give_back(tickets)
+            await worker.take_nothing()
+
+
+async def test_a_release_is_of_the_connection_that_it_goes_over(redis: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands are packed once, and the generation is in them."""
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        await worker.add_ready(A)
+        tickets = await worker.take(3)
+        tickets.pop().release(succeeded=False)
+        await worker.take_nothing()
+        worker.ledger._drop("a test")
+        await aeventually(lambda: worker.shared)
+        codes: list[int] = []
+        monkeypatch.setattr(worker.ledger, "_released", lambda reply: codes.append(reply[0]))
+        tickets.pop().release(succeeded=False)
+        await worker.take_nothing()
+        assert codes == [Code.DONE]
+        assert totals(redis) == {A: 1} == ledger_of(redis, "w1")
+        give_back(tickets)
 
 
 # --- releasing, cancelling ------------------------------------------------------------------------
@@ -240,7 +378,7 @@ async def test_release_twice_counts_once(redis: Space) -> None:
         one.release(succeeded=True)
         one.release(succeeded=False)
         assert worker.ledger.counts == {A: 1}
-        await aeventually(lambda: redis.cli("LLEN", redis.key(f"latency:{A}")) == 1)
+        await aeventually(lambda: noted(redis, A) == 1)
         assert totals(redis) == {A: 1} == ledger_of(redis, "w1")
 
 
@@ -479,8 +617,9 @@ async def test_a_pair_is_counted_in_one_step_and_each_is_released_by_itself_once
         decode.release(succeeded=False)
         decode.release(succeeded=True)
         await aeventually(lambda: totals(redis) == {} == ledger_of(redis, "w1"))
-        assert redis.cli("LLEN", redis.key(f"latency:{prefill.url}")) == 1
-        assert redis.cli("LLEN", redis.key(f"latency:{decode.url}")) == 0
+        worker.ledger._latencies.note()
+        await worker.take_nothing()
+        assert (noted(redis, prefill.url), noted(redis, decode.url)) == (1, 0)
 
 
 async def test_r01_a_burst_of_pairs_over_four_workers_fills_both_roles_evenly_at_every_moment(redis: Space) -> None:

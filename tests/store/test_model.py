@@ -142,8 +142,8 @@ class Machine(RuleBasedStateMachine):
     ) -> str | None:
         """The node it was counted on, None where it was refused."""
         keys = [*self.counting_keys(worker), self.keys.version, self.keys.latency_mean, self.keys.explored]
-        flat = [part for url in pool for part in (url, repr(SPEEDS[url]))]
-        reply = self.run(f"acquire_{policy}", keys, [worker, generation, version, len(pool), *map(repr, two), *flat])
+        said = [len(pool), *pool, *(repr(SPEEDS[url]) for url in pool), *map(repr, two)]
+        reply = self.run(f"acquire_{policy}", keys, [worker, generation, version, *said])
         model = self.model
         if model.sessions.get(worker) != generation:
             assert reply == [1, model.version]
@@ -166,28 +166,13 @@ class Machine(RuleBasedStateMachine):
         return url
 
     def release_as(self, worker: str, generation: int, url: str, latency_s: float | None) -> int:
-        keys = [
-            *self.counting_keys(worker),
-            self.keys.version,
-            self.keys.nodes,
-            self.keys.latency(url),
-            self.keys.latency_mean,
-            self.keys.explored,
-            self.keys.last_success,
-            self.keys.failures,
-        ]
-        said = "" if latency_s is None else repr(latency_s)
-        code, version = self.run("release", keys, [worker, generation, url, said, WINDOW, int(latency_s is not None)])
+        keys = [*self.counting_keys(worker), self.keys.version, self.keys.failures]
+        code, version = self.run("release", keys, [worker, generation, url, int(latency_s is not None)])
         model = self.model
         assert version == model.version
         if model.sessions.get(worker) != generation:
             assert code == 1
             return code
-        if latency_s is not None and url in model.nodes:
-            model.latency[url] = [latency_s, *model.latency.get(url, [])][:WINDOW]
-            model.latency_mean[url] = sum(model.latency[url]) / len(model.latency[url])
-            model.explored.pop(url, None)
-            model.last_success.add(url)
         if latency_s is not None:
             model.failures.pop(url, None)
         ledger = model.ledgers.get(worker, {})
@@ -202,6 +187,18 @@ class Machine(RuleBasedStateMachine):
         model.count(url, -1)
         assert code == 0
         return code
+
+    def note_latencies(self, fresh: dict[str, list[float]]) -> None:
+        """url -> latencies, oldest first: the script and the model's idea of it."""
+        keys = [self.keys.nodes, self.keys.latency_mean, self.keys.explored, self.keys.last_success]
+        flat = [part for url, some in fresh.items() for part in (url, len(some), *map(repr, some))]
+        assert self.run("note_latencies", [*keys, *map(self.keys.latency, fresh)], [WINDOW, *flat]) == [0]
+        model = self.model
+        for url in fresh.keys() & model.nodes.keys():
+            model.latency[url] = [*reversed(fresh[url]), *model.latency.get(url, [])][:WINDOW]
+            model.latency_mean[url] = sum(model.latency[url]) / len(model.latency[url])
+            model.explored.pop(url, None)
+            model.last_success.add(url)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -261,6 +258,10 @@ class Machine(RuleBasedStateMachine):
             self.join(worker)
         elif self.release_as(worker, truth.generation, url, latency_s) != 0:
             self.renew(worker)
+
+    @rule(fresh=st.dictionaries(urls, st.lists(st.sampled_from([0.25, 0.5, 1.0]), min_size=1, max_size=WINDOW)))
+    def latencies(self, fresh: dict[str, list[float]]) -> None:
+        self.note_latencies(fresh)
 
     @rule(worker=names, url=urls)
     def release_what_was_never_counted(self, worker: str, url: str) -> None:

@@ -10,13 +10,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import hiredis
 import pytest
 
-from app.balancing import ENCODER_POLICIES, POLICIES
+from app.balancing import DECIDE_BY_LATENCY, ENCODER_POLICIES, POLICIES
 from app.nodes import Node, Role
 from app.store.fields import node_to_fields
 from app.store.keys import Keys
-from app.store.scripts import Arity, Code, Script, load_scripts, lua_directory
+from app.store.scripts import Arity, Code, Prepared, Script, load_scripts, lua_directory, packed
 from tests.store.harness import Worker, totals
 from tests.support.redis import PrivateRedis, Space
 from tests.support.wait import aeventually
@@ -122,6 +123,8 @@ def test_the_reader_of_lua_sees_what_it_is_there_for() -> None:
     assert foreign_names("local t = {}\nt.field = 1\nos.time()") == {"os"}
     assert bindings("local a, b = KEYS[1], f(1, 2)\n") == {"a": "KEYS[1]", "b": "f(1, 2)"}
     assert redis_calls("x = redis.call('HSET', node, 'a',\n    b(1, 2)) y") == [["'HSET'", "node", "'a'", "b(1, 2)"]]
+    assert keys_are_passed_on("local function f(key, n) end f(a, 1) f(b, 2)", {"a", "b"})
+    assert not keys_are_passed_on("local function f(key, n) end f(a, 1) f(c, 2)", {"a", "b"})
     assert key_lines("-- KEYS[1]  unfinished:<w>   HASH  words\n-- KEYS[2+] node:<url>  HASH x") == [
         ("unfinished:<w>", "HASH"),
         ("node:<url>", "HASH"),
@@ -161,9 +164,8 @@ def test_header_and_code_agree_on_keys_and_arguments(name: str) -> None:
         used = {int(n) for n in re.findall(rf"{word}\[(\d+)\]", code_of(FILES[name]))}
         assert used == set(range(1, arity.fixed + 1)), f"{word} in the code are not those of the header"
         named = {int(n) for value in bound for n in re.findall(rf"{word}\[(\d+)\]", value)}
-        in_a_table = {4, 5} if (name, word) == ("acquire", "ARGV") else set()  # the two draws
         open_from = {1} if (name, word) == ("recount_unfinished", "ARGV") else set()
-        assert used - named <= in_a_table | open_from, f"{word} that are not bound to a name"
+        assert used - named <= open_from, f"{word} that are not bound to a name"
 
 
 @each_file
@@ -209,11 +211,13 @@ def test_the_callers_named_are_those_that_call(name: str) -> None:
 def test_a_policy_names_its_contract_and_its_twin(name: str) -> None:
     top = header(POLICY_FILES[name])
     assert POLICY_FILES[name].startswith(f"-- Policy {name}: ")
-    assert "choose(nodes, draws) -> index, exploring" in top
+    assert "choose(size, speeds, before, counts, means, tries, draw, chance) -> index, exploring" in top
     assert re.search(rf"Twin: app/balancing/{name}\.py", top)
     assert (ROOT / "app" / "balancing" / f"{name}.py").is_file()
     assert "redis." not in code_of(POLICY_FILES[name])
-    assert set(bindings(POLICY_FILES[name])) >= {"READS_LATENCY"}
+    assert "READS_UNFINISHED" in bindings(POLICY_FILES[name])
+    reads_latency = {"true": True, "false": False}[bindings(POLICY_FILES[name])["READS_LATENCY"]]
+    assert reads_latency == (name in DECIDE_BY_LATENCY), "a latency that is not told at once would come late"
 
 
 @pytest.mark.parametrize("name", sorted(ENCODER_POLICY_FILES))
@@ -258,6 +262,7 @@ def test_no_key_is_built_in_lua(name: str) -> None:
     text = SCRIPTS[name].text
     assert ".." not in bare(text), "strings are joined"
     given = {variable for variable, value in bindings(text).items() if value.startswith("KEYS[")}
+    given |= {"key"} if keys_are_passed_on(code_of(text), given) else set()
     for command, *arguments in redis_calls(text):
         command = command.strip("'")
         assert command == command.upper()
@@ -267,9 +272,28 @@ def test_no_key_is_built_in_lua(name: str) -> None:
                 assert key in given or key.startswith("KEYS["), f"{command} {key}"
 
 
+def keys_are_passed_on(code: str, given: set[str]) -> bool:
+    """Whether a function has a parameter `key`, and every call gives it one of `given`."""
+    passed = []
+    for name in re.findall(r"\blocal function (\w+)\(key\b", code):
+        passed += re.findall(rf"(?<!function )\b{name}\((\w+)", code)
+    return bool(passed) and set(passed) <= given | {"key"}
+
+
 @each_script
 def test_nothing_but_what_the_argument_says_is_random_or_read_from_a_clock(name: str) -> None:
     assert not re.search(r"math\.random|os\.|RANDOMKEY|SRANDMEMBER|HRANDFIELD", SCRIPTS[name].text)
+
+
+@each_script
+def test_who_writes_counts_keeps_them_from_the_append_only_file(name: str) -> None:
+    text = code_of(SCRIPTS[name].text)
+    off, on = "redis.set_repl(redis.REPL_REPLICA)", "redis.set_repl(redis.REPL_ALL)"
+    writes = list(re.finditer(r"redis\.call\('(?:HINCRBY|HSET|HDEL)', (?:unfinished|ledger),", text))
+    assert (off in text) == bool(writes)
+    for write in writes:
+        before = text[: write.start()]
+        assert before.rfind(off) > before.rfind(on), write[0]
 
 
 @each_script
@@ -296,6 +320,24 @@ def test_a_call_with_too_few_or_too_many_is_refused_before_it_is_sent(name: str)
             script.evalsha(some_keys, some_args)
     if script.args.open_ended:
         assert script.evalsha(keys, [*args, "a", "b"])[-2:] == ("a", "b")
+
+
+@each_script
+def test_a_prepared_call_is_the_same_on_the_wire_and_held_to_the_header(name: str) -> None:
+    script = SCRIPTS[name]
+    keys, args = [f"k\u00e9{n}" for n in range(script.keys.fixed)], [n * 7 for n in range(script.args.fixed)]
+    for first in range(len(args) + 1):
+        prepared, count, tail = Prepared(script, keys, args[:first]), len(args) - first, packed(*args[first:])
+        assert prepared.command(count, tail) == hiredis.pack_command(script.evalsha(keys, args))  # type: ignore[arg-type]
+        whole = ("EVAL", script.text, len(keys), *keys, *args)
+        assert prepared.with_text(count, tail) == hiredis.pack_command(whole)  # type: ignore[arg-type]
+        wrong = [count - 1] if script.args.open_ended else [count - 1, count + 1]
+        for some in wrong if args else wrong[1:]:
+            with pytest.raises(ValueError, match=rf"{name}\.lua takes"):
+                prepared.command(some, tail)
+    if script.keys.fixed:
+        with pytest.raises(ValueError, match=rf"{name}\.lua takes"):
+            Prepared(script, keys[:-1], args)
 
 
 @pytest.mark.parametrize(

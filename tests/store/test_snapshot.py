@@ -8,6 +8,7 @@ import pytest
 
 from app.errors import ModelNotFound, NoNodeAvailable
 from app.nodes import Breaker, Node, Role, State
+from app.store.scripts import packed
 from app.store.snapshot import Snapshot, least_bad
 
 A, B, C = "http://a", "http://b", "http://c"
@@ -79,7 +80,7 @@ def test_missing_speeds_are_the_average_of_the_candidates_own() -> None:
     known = snapshot(node(A, speed=4.0), node(B), node(C, State.DOWN, speed=100.0))
     pool = known.pool("m", Role.Hybrid)
     assert pool.speeds == (4.0, 4.0)
-    assert pool.arguments == (A, "4.0", B, "4.0")
+    assert (pool.words, pool.packed) == (5, packed(2, A, B, "4.0", "4.0"))
 
 
 def test_models_are_listed_once_in_order_of_registration_without_those_of_gone_nodes() -> None:
