@@ -203,11 +203,10 @@ async def test_a_claim_that_was_taken_over_is_not_settled(redis: Space) -> None:
 async def test_a_worker_without_a_lease_claims_nothing(redis: Space) -> None:
     """Redis has lost everything: who has a claim has not said so again yet."""
     async with workers(redis, 1) as (w1,):
-        redis.cli("ZREM", redis.key("workers"), "w1")
-        assert (await claim(w1)).code == Code.ABSENT and text_in(redis) is None
-        put(redis, {"state": "connected", "lives": LIVES, "version": 5})
-        redis.cli("ZREM", redis.key("workers"), "w1")
-        assert (await claim(w1)).code == Code.UNCHANGED, "that much can be told"
+        table = LinkTable(ledger=w1.ledger, registry=w1.registry, keys=w1.keys, worker="one that has not joined")
+        assert (await table.claim(PAIR, LIVES, 5, wait_s=60)).code == Code.ABSENT and text_in(redis) is None
+        put(redis, {"state": "connected", "lives": LIVES})
+        assert (await table.claim(PAIR, LIVES, 5, wait_s=60)).code == Code.UNCHANGED, "that much can be told"
 
 
 async def test_a_claim_is_held_until_it_is_anothers_and_comes_back_where_redis_lost_it(redis: Space) -> None:
