@@ -36,7 +36,7 @@ from app.http.ports import Dispatcher
 from app.http.routes import HttpFace, build_app
 from app.nodes import Node, Role, State
 from app.redis_url import RedisPlace
-from app.settings import Settings
+from app.settings import Settings, tls_towards_engines
 from app.store.budget import RetryBudget
 from app.store.handing import Handing
 from app.store.handovers import Handovers
@@ -92,14 +92,15 @@ def create_app(settings: Settings) -> HttpFace:
         lease_s=settings.lease_s,
         timeout_s=settings.redis_timeout_s,
     )
-    transport = Http1Transport()
+    tls = tls_towards_engines(settings)
+    transport = Http1Transport(tls=tls)
     breakers = Breakers(
         registry=registry,
         ledger=ledger,
         rules=BreakerRules(threshold=settings.breaker_failures, open_s=settings.breaker_open_s),
     )
     budget = RetryBudget(registry=registry, ledger=ledger, keys=keys)
-    engines = EngineClient(probe_timeout_s=settings.probe_timeout_s)
+    engines = EngineClient(probe_timeout_s=settings.probe_timeout_s, tls=tls)
     caller = Caller(
         registry=registry,
         transport=transport,

@@ -271,6 +271,12 @@ class Settings(BaseSettings):
     engine_key: Annotated[SecretStr, AfterValidator(_check_key)] | None = Field(
         None, description="API key sent to engines; a node may have its own, given when it is added."
     )
+    engine_certfile: FilePath | None = Field(
+        None,
+        description="PEM file with the certificate chain that https engines are shown, where they ask for one. "
+        "Whom to trust is OpenSSL's own business: SSL_CERT_FILE.",
+    )
+    engine_keyfile: FilePath | None = Field(None, description="PEM file with the private key for --engine-certfile.")
     forward_client_key: bool = Field(
         False, description="Pass a client's own key on to the engine. Off: a client's key never leaves here."
     )
@@ -426,7 +432,10 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
         if self.ssl:
-            check_tls_files(self.ssl_keyfile, self.ssl_certfile)
+            files = {"SSL_KEYFILE": self.ssl_keyfile, "SSL_CERTFILE": self.ssl_certfile}
+            load_tls_files("ssl", ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files)
+        if self.engine_certfile or self.engine_keyfile:
+            tls_towards_engines(self)
         return self
 
     @property
@@ -508,25 +517,47 @@ def allowed(field: FieldInfo) -> str:
     return f"{kind} of at least {least}" if least is not None else kind
 
 
-def check_tls_files(keyfile: Path | None, certfile: Path | None) -> None:
-    """Load both files once, so that a wrong one is a line at start and not a traceback in every worker.
+def tls_towards_engines(settings: Settings) -> ssl.SSLContext:
+    """By what https engines are trusted, and what they are shown. Raises TlsFileError."""
+    context = ssl.create_default_context()
+    if settings.engine_certfile or settings.engine_keyfile:
+        files = {"--engine-keyfile": settings.engine_keyfile, "--engine-certfile": settings.engine_certfile}
+        load_tls_files("engine_certfile", context, files)
+    return context
+
+
+class TlsFileError(ValueError):
+    """`field`: the setting that asked for the file."""
+
+    def __init__(self, field: str, text: str) -> None:
+        super().__init__(text)
+        self.field = field
+
+
+def load_tls_files(field: str, context: ssl.SSLContext, files: Mapping[str, Path | None]) -> None:
+    """Load a key and its certificate chain, so that a wrong file is a line at start and not a traceback later.
+
+    Args:
+        field: the setting that asks for it.
+        files: first the key, then the chain, each under the name of its setting.
 
     Raises:
-        ValueError: with a line that says which file is missing or wrong.
+        TlsFileError: with a line that says which file is missing or wrong.
     """
-    for variable, path in (("SSL_KEYFILE", keyfile), ("SSL_CERTFILE", certfile)):
+    for setting, path in files.items():
         if path is None:
-            raise ValueError(f"needs {variable}: set it to the path of a PEM file")
+            raise TlsFileError(field, f"needs {setting}: set it to the path of a PEM file")
         try:
             path.read_bytes()
         except OSError as e:
-            raise ValueError(f"can't read {variable}: {path}: {e.strerror}") from e
+            raise TlsFileError(field, f"can't read {setting}: {path}: {e.strerror}") from e
+    (key, keyfile), (chain, certfile) = files.items()
     assert keyfile is not None and certfile is not None
     try:
         # Without an answer to the password question OpenSSL would ask at the terminal.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=lambda: "")
+        context.load_cert_chain(certfile, keyfile, password=lambda: "")
     except (ssl.SSLError, OSError) as e:
-        raise ValueError(f"SSL_KEYFILE {keyfile} and SSL_CERTFILE {certfile} are not a pair of PEM files: {e}") from e
+        raise TlsFileError(field, f"{key} {keyfile} and {chain} {certfile} are not a pair of PEM files: {e}") from e
 
 
 def _as_text(name: str, value: Any) -> str:
@@ -540,7 +571,7 @@ def _as_text(name: str, value: Any) -> str:
 
 
 def _one_line(error: ErrorDetails, flags: Mapping[str, object]) -> str:
-    name = _field_of(str(error["loc"][0])) if error["loc"] else "ssl"
+    name = _field_of(str(error["loc"][0])) if error["loc"] else error["ctx"]["error"].field
     if name is None:
         return f"{error['loc'][0]} is not a setting"
     field = Settings.model_fields[name]

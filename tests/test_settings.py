@@ -305,6 +305,21 @@ def test_ssl_says_which_file_is_missing_or_wrong(monkeypatch: pytest.MonkeyPatch
     assert (settings.ssl_keyfile, settings.ssl_certfile) == (key, chain)
 
 
+def test_what_engines_are_shown_is_a_pair_of_files(tmp_path: Path) -> None:
+    certificate = trustme.CA().issue_cert("127.0.0.1")
+    key, chain = tmp_path / "key.pem", tmp_path / "chain.pem"
+    certificate.private_key_pem.write_to_path(key)
+    certificate.cert_chain_pems[0].write_to_path(chain)
+    both = {"engine_keyfile": key, "engine_certfile": chain}
+    settings = Settings.load(both)
+    assert (settings.engine_keyfile, settings.engine_certfile) == (key, chain)
+    for lacking, name in (("engine_keyfile", "--engine-keyfile"), ("engine_certfile", "--engine-certfile")):
+        one = {field: path for field, path in both.items() if field != lacking}
+        assert complaint(one).endswith(f"needs {name}: set it to the path of a PEM file")
+    chain.write_text("no certificate")
+    assert "are not a pair of PEM files" in complaint(both)
+
+
 def test_variables_that_are_no_setting_are_told_with_the_nearest_that_is_and_without_their_value() -> None:
     lines = misspelt_variables(
         {

@@ -35,7 +35,6 @@ class Cycle(RequestResponseCycle):
         self.on_response = protocol.on_response_complete
         self.disconnected = False
         self.keep_alive = keep_alive
-        self.waiting_for_100_continue = _expects_100(protocol.headers)
         self.body = bytearray()
         self.more_body = True
         self.response_started = False
@@ -48,6 +47,7 @@ class Cycle(RequestResponseCycle):
         self._bodyless = self.scope["method"] == "HEAD"
         # HTTP/1.0 has no chunks: there a body ends with the connection.
         self._until_close = self.scope["http_version"] == "1.0"
+        self.waiting_for_100_continue = not self._until_close and _expects_100(protocol.headers)
         offered: Any = {WIRE: self}
         self.scope["extensions"] = offered
 
@@ -92,9 +92,10 @@ class Cycle(RequestResponseCycle):
             lines.append(name + b": " + value)
         if not self.keep_alive and not close:
             lines.append(b"connection: close")
+        self._bodyless = self._bodyless or status in (204, 304)
         if self._until_close:
             self.chunked_encoding = False
-        elif self.chunked_encoding is None and not self._bodyless and status not in (204, 304):
+        elif self.chunked_encoding is None and not self._bodyless:
             self.chunked_encoding = True
             lines.append(b"transfer-encoding: chunked")
         lines += (b"", b"")
@@ -168,7 +169,9 @@ class Cycle(RequestResponseCycle):
                 tasks.discard(task)
 
     async def _end_badly(self) -> None:
-        if self.response_started:
+        if self.response_started and self._until_close:
+            self.transport.abort()  # any other end would look like that of the answer
+        elif self.response_started:
             self.transport.close()
         else:
             await self.send_500_response()

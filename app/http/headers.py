@@ -154,7 +154,7 @@ class ClientHead:
         chunked = False
         for name, value in headers:
             if name == b"content-type":
-                self.streaming = value[:17].lower() == b"text/event-stream"
+                self.streaming = value[:17].lower() == b"text/event-stream" and status not in (204, 304)
             elif name == b"content-length":
                 self.content_length = int(value)
             elif name == b"content-encoding":

@@ -9,7 +9,8 @@ How an answer that is not complete ends:
 - a stream: one event that says so, then a proper end. Clients read events, and would take a cut
   connection for a network fault of their own;
 - anything else: no proper end, so that the client's HTTP library raises. There is no other place
-  left to say it once the status is out.
+  left to say it once the status is out; so the head waits for the first bytes of the body, and an
+  answer of which none come is an error of its own.
 """
 
 from __future__ import annotations
@@ -58,18 +59,26 @@ class Relay:
         """Hand the whole answer on; on return the engine's side is closed.
 
         Raises:
-            EngineBroke: its status can't be handed on; nothing was sent yet.
+            EngineBroke: its status can't be handed on.
+            UpstreamError: it is no stream, and nothing of its body came. Of both nothing was sent yet.
         """
         answer = self._answer
         if not 200 <= answer.status <= 599:
             raise EngineBroke(f"The engine answered with status {answer.status}")
         self._head = head = ClientHead(answer.status, answer.headers, self._extra)
+        if not head.streaming:
+            return await self._body(head.content_length)
+        await self._start()
+        return await self._stream()
+
+    async def _start(self) -> None:
+        assert self._head is not None
         self.started = True
         if self._wire is not None:
-            self._wire.start(answer.status, head.headers)
+            self._wire.start(self._answer.status, self._head.headers)
         else:
-            await self._send({"type": "http.response.start", "status": answer.status, "headers": head.headers})
-        return await (self._stream() if head.streaming else self._body(head.content_length))
+            start = {"type": "http.response.start", "status": self._answer.status, "headers": self._head.headers}
+            await self._send(start)
 
     @property
     def complete(self) -> bool:
@@ -129,12 +138,18 @@ class Relay:
                     # asks again at once must not meet its own old count.
                     await read()
                     return await self._finish(chunk)
+                if not self.started:
+                    await self._start()
                 await self._put(chunk)
         except UpstreamError as e:
+            if not self.started:
+                raise
             return await self._break(e)
         if left_bytes > 0:
             short = EngineBroke("The engine's answer is shorter than its Content-Length")
             self._answer.failed(short)
+            if not self.started:
+                raise short
             return await self._break(short)
         return await self._finish()
 
@@ -142,6 +157,8 @@ class Relay:
         status = self._answer.status
         outcome = Outcome.OK if status < 400 else Outcome.CLIENT_ERROR if status < 500 else Outcome.ENGINE_ERROR
         self._answer.close(outcome)
+        if not self.started:
+            await self._start()
         await self._put(last, more=False)
         return outcome
 

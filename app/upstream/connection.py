@@ -404,6 +404,8 @@ class Connection(asyncio.Protocol):
             return
         status = self._parser.get_status_code()
         if status < 200:
+            if status < 100:
+                raise ValueError("no status")
             return
         # The count includes what follows the head in the same read, so it only says when to look closer.
         if self._overhead_bytes > HEAD_LIMIT_BYTES and _size(response.headers) > HEAD_LIMIT_BYTES:

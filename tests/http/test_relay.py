@@ -273,11 +273,39 @@ async def test_client_leaves_between_chunks(headers: list[tuple[bytes, bytes]], 
     answer = FakeAnswer(*[b"data: x\n\n"] * chunks, HANG, headers=headers)
     world = World(answer)
     call = Call(world.app, "POST", "/v1/chat/completions", CHAT).start()
-    await until(lambda: len(call.sent) == 1 + chunks)
+    sent = 1 + chunks if chunks or headers is SSE else 0  # the head of what is no stream waits for its body
+    await until(lambda: answer.reads == chunks + 1 and len(call.sent) == sent)
     call.leave()
     assert call.task is not None
     await call.task
-    assert set(answer.outcomes) == {Outcome.ABORTED} and len(call.sent) == 1 + chunks
+    assert set(answer.outcomes) == {Outcome.ABORTED} and len(call.sent) == sent
+
+
+@pytest.mark.parametrize("headers", [JSON, length(100)])
+@pytest.mark.parametrize(
+    ("error", "status"), [(BROKE, 502), (EngineTimeout("engine http://engine:1 sent nothing", stage="idle"), 504)]
+)
+async def test_an_answer_of_which_nothing_came_but_its_head_is_an_error_of_its_own(
+    headers: list[tuple[bytes, bytes]], error: Exception, status: int
+) -> None:
+    answer = FakeAnswer(error, headers=headers)
+    reply = (await relayed(answer)).reply()
+    assert (reply.status, reply.complete) == (status, True)
+    assert error.args[0] in reply.error["message"] and answer.outcomes[0] is Outcome.ENGINE_ERROR
+
+
+async def test_an_answer_that_ends_before_its_first_byte_is_a_502() -> None:
+    answer = FakeAnswer(headers=length(100))
+    reply = (await relayed(answer)).reply()
+    assert reply.status == 502 and "shorter" in reply.error["message"]
+    assert answer.failures and answer.outcomes[0] is Outcome.ENGINE_ERROR
+
+
+@pytest.mark.parametrize("status", [204, 304])
+async def test_an_answer_without_a_body_is_no_stream_whatever_it_says(status: int) -> None:
+    answer = FakeAnswer(status=status, headers=SSE)
+    reply = (await relayed(answer)).reply()
+    assert (reply.status, reply.body, reply.complete) == (status, b"", True)
 
 
 async def test_client_leaves_while_a_send_is_blocked() -> None:

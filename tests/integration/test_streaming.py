@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from tests.integration.serving import (
 from tests.support import load
 from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
+from tests.support.redis import free_port
 from tests.support.wait import eventually
 
 DEPLOYMENT = SharedDeployment(workers=2)
@@ -62,6 +65,37 @@ def test_r41_each_chunk_reaches_the_client_within_50_ms(
         late_s = asyncio.run(_lateness_s(deployment.url, engine, clients))
         if max(late_s) < ON_TIME_S:
             return
+    pytest.fail(f"the latest chunk came {max(late_s):.3f} s after it was written")
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.long  # it wants nginx on this machine, which nothing else here does
+def test_r42_each_chunk_reaches_a_client_behind_nginx_as_it_comes(
+    deployment: Deployment, engine: SimulatedEngine, tmp_path: Path
+) -> None:
+    """With nginx's own settings: HTTP/1.0 towards us, and answers buffered unless they say otherwise."""
+    port = free_port()
+    server = f"listen 127.0.0.1:{port}; location / {{ proxy_pass {deployment.url}; }}"
+    (tmp_path / "nginx.conf").write_text(
+        f"daemon off; pid {tmp_path}/pid; error_log stderr; events {{}}\n"
+        f"http {{ access_log off; server {{ {server} }} }}\n"
+    )
+    engine.set(chunks=8, gap_s=0.1)
+    nginx = subprocess.Popen(["nginx", "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")])
+    try:
+        eventually(lambda: is_open(port))
+        for _ in range(TRIES):
+            engine.forget()
+            late_s = asyncio.run(_lateness_s(f"http://127.0.0.1:{port}", engine, 10))
+            if max(late_s) < ON_TIME_S:
+                return
+    finally:
+        nginx.terminate()
+        nginx.wait(10)
     pytest.fail(f"the latest chunk came {max(late_s):.3f} s after it was written")
 
 

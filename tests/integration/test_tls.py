@@ -6,7 +6,7 @@ import http.client
 import secrets
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -202,6 +202,36 @@ def test_r92_an_engine_behind_a_private_ca_that_is_trusted_serves(
         return chat(deployment, chat_body("private", stream=True), authorization=f"Bearer {KEY}").status == 200
 
     on_every_worker(deployment, asked)
+
+
+@pytest.mark.parametrize("shown", ["ours", "none"])
+def test_r92_an_engine_that_asks_for_a_certificate_gets_that_of_the_settings(
+    deployment_factory: Callable[..., Deployment],
+    engine_factory: Factory,
+    authority: trustme.CA,
+    tmp_path: Path,
+    shown: str,
+) -> None:
+    certificate = authority.issue_cert("evenhand.example")
+    certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
+    for i, blob in enumerate(certificate.cert_chain_pems):
+        blob.write_to_path(tmp_path / "chain.pem", append=i > 0)
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    files = {"engine_keyfile": str(tmp_path / "key.pem"), "engine_certfile": str(tmp_path / "chain.pem")}
+    deployment = deployment_factory(
+        1, settings=files if shown == "ours" else {}, env={"SSL_CERT_FILE": str(tmp_path / "ca.pem")}
+    )
+    tls = _server_side(authority, "127.0.0.1")
+    tls.verify_mode = ssl.CERT_REQUIRED
+    authority.configure_trust(tls)
+    careful = engine_factory(tls=tls, models=("careful",))
+    reply = deployment.post("/nodes/add", {"url": careful.url})
+    if shown == "none":
+        openai_error(reply, 504, 10402)
+        return
+    assert reply.json() == "Added successfully", "its models were asked for"
+    deployment.wait_for_state("ready", careful)
+    assert chat(deployment, chat_body("careful")).status == 200
 
 
 @pytest.mark.parametrize("kind", ["unknown CA", "wrong name", "no TLS at all"])

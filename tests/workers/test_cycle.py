@@ -1,0 +1,181 @@
+"""Bytes of an answer on a connection: what leaves in which write, and how a bad end looks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from app.http.ports import WIRE
+from workers.protocol import Protocol
+
+Pairs = list[tuple[bytes, bytes]]
+HTML: Pairs = [(b"content-type", b"text/html")]
+
+
+class Socket(asyncio.Transport):
+    """A transport that remembers what was written, and how it ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+        self.end = ""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.writes.append(bytes(data))
+
+    def close(self) -> None:
+        self.end = self.end or "closed"
+
+    def abort(self) -> None:
+        self.end = self.end or "aborted"
+
+    def is_closing(self) -> bool:
+        return bool(self.end)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+async def ask(app: Callable[..., Awaitable[None]], head: bytes = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n") -> Socket:
+    """What one request to `app` wrote."""
+    config = Config(app=app, http=Protocol, lifespan="off", log_level="critical")
+    config.load()
+    state = ServerState()
+    protocol, socket = Protocol(config=config, server_state=state, app_state={}), Socket()
+    protocol.connection_made(socket)
+    protocol.data_received(head)
+    while state.tasks:
+        await asyncio.sleep(0)
+    protocol.connection_lost(ConnectionResetError())
+    return socket
+
+
+def answers(headers: Pairs, *bodies: bytes, status: int = 200, ends: bool = True) -> Callable[..., Awaitable[None]]:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for i, body in enumerate(bodies):
+            await send({"type": "http.response.body", "body": body, "more_body": not ends or i < len(bodies) - 1})
+
+    return app
+
+
+async def test_head_and_body_leave_in_one_write() -> None:
+    socket = await ask(answers([*HTML, (b"Content-Length", b"2")], b"hi"))
+    assert socket.writes == [b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 2\r\n\r\nhi"]
+    assert socket.end == ""
+
+
+async def test_without_a_length_a_body_goes_in_chunks() -> None:
+    socket = await ask(answers(HTML, b"hello", b"", b"!" * 17))
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert socket.writes == [head + b"5\r\nhello\r\n", b"11\r\n" + b"!" * 17 + b"\r\n0\r\n\r\n"]
+
+
+async def test_the_head_of_a_stream_does_not_wait_for_its_first_chunk() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        wire = scope["extensions"][WIRE]
+        wire.start(200, HTML)
+        assert wire.transport.writes == []
+        await asyncio.sleep(0)
+        assert len(wire.transport.writes) == 1
+        assert wire.write(b"x", more=False)
+
+    socket = await ask(app)
+    assert socket.writes[1] == b"1\r\nx\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("status", [204, 304])
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_what_has_no_body_gets_none(status: int, version: bytes) -> None:
+    head = b"GET / HTTP/%s\r\nhost: x\r\n\r\n" % version
+    socket = await ask(answers(HTML, b"body", status=status), head)
+    (written,) = socket.writes
+    assert written.endswith(b"\r\n\r\n") and b"transfer-encoding" not in written
+
+
+async def test_head_is_answered_with_a_head() -> None:
+    socket = await ask(answers([(b"content-length", b"4")], b"body"), b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert socket.writes == [b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n"] and socket.end == ""
+
+
+async def test_in_http_1_0_a_body_ends_with_the_connection() -> None:
+    socket = await ask(answers(HTML, b"a", b"b"), b"GET / HTTP/1.0\r\n\r\n")
+    assert b"".join(socket.writes) == b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\nconnection: close\r\n\r\nab"
+    assert socket.end == "closed"
+
+
+@pytest.mark.parametrize(("version", "end"), [(b"1.0", "aborted"), (b"1.1", "closed")])
+async def test_an_answer_without_its_end_never_looks_whole(version: bytes, end: str) -> None:
+    head = b"GET / HTTP/%s\r\nhost: x\r\n\r\n" % version
+    socket = await ask(answers(HTML, b"half", ends=False), head)
+    assert b"half" in b"".join(socket.writes) and not b"".join(socket.writes).endswith(b"0\r\n\r\n")
+    assert socket.end == end
+
+
+@pytest.mark.parametrize(
+    ("headers", "bodies"),
+    [
+        ([(b"content-length", b"1")], [b"xx"]),
+        ([(b"content-length", b"3")], [b"xx"]),
+        ([(b"a", b"b\r\nset-cookie: c")], [b""]),
+        ([(b"a\nb", b"c")], [b""]),
+        ([(b"a", b"\0")], [b""]),
+    ],
+)
+async def test_an_answer_that_can_not_be_framed_ends_the_connection(headers: Pairs, bodies: list[bytes]) -> None:
+    socket = await ask(answers(headers, *bodies))
+    written = b"".join(socket.writes)
+    assert b"set-cookie" not in written and b"\0" not in written
+    assert socket.end == "closed"
+
+
+@pytest.mark.parametrize(("version", "asked"), [(b"1.0", False), (b"1.1", True)])
+async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(version: bytes, asked: bool) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["type"] == "http.request"
+        await answers([(b"content-length", b"0")], b"")(scope, receive, send)
+
+    head = b"POST / HTTP/%s\r\nhost: x\r\nexpect: 100-Continue\r\ncontent-length: 2\r\n\r\nhi" % version
+    socket = await ask(app, head)
+    assert (socket.writes[0] == b"HTTP/1.1 100 Continue\r\n\r\n") is asked
+
+
+async def test_who_leaves_is_told_of_once_and_what_is_written_then_is_dropped() -> None:
+    gone: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        wire = scope["extensions"][WIRE]
+        wire.when_gone(lambda: gone.append("gone"))
+        wire.depart()
+        wire.depart()
+        wire.start(200, HTML)
+        assert wire.write(b"x", more=True)
+        await wire.drain()
+
+    socket = await ask(app)
+    assert gone == ["gone"] and socket.writes == []
+
+
+async def test_who_had_left_before_it_was_asked_is_told_of_too() -> None:
+    gone: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        wire = scope["extensions"][WIRE]
+        wire.depart()
+        wire.when_gone(lambda: gone.append("gone"))
+        assert gone == [], "not in the middle of the turn in which it asks"
+        await asyncio.sleep(0)
+
+    await ask(app)
+    assert gone == ["gone"]
