@@ -142,7 +142,7 @@ class Cycle(RequestResponseCycle):
         return not self.flow.write_paused
 
     async def drain(self) -> None:
-        if not self.disconnected:
+        if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
 
     def _write_head(self) -> None:
@@ -153,8 +153,9 @@ class Cycle(RequestResponseCycle):
     # --- ASGI
 
     async def run(self, app: Any, tasks: set[asyncio.Task[None]]) -> None:
-        """The app's call, as a task of `tasks`."""
+        """The app's call, as a task of `tasks`; not before the client has taken most of the answers before."""
         try:
+            await self.drain()
             await app(self.scope, self.receive, self.send)
             if not self.response_complete and not self.disconnected:
                 self.logger.error("the app left a request without an answer or an answer without an end")
@@ -177,8 +178,7 @@ class Cycle(RequestResponseCycle):
             await self.send_500_response()
 
     async def send(self, message: Any) -> None:
-        if self.flow.write_paused:
-            await self.drain()
+        await self.drain()
         kind = message["type"]
         if self.disconnected:
             return

@@ -222,6 +222,7 @@ class Protocol(HttpToolsProtocol):
         if self._patience is not None:
             self._patience.end()
         self._tell_of_departure()
+        self._unset_keepalive_if_required()  # uvicorn leaves it to one that was reset, and all that it holds with it
         super().connection_lost(exc)
         share: Share | None = getattr(self.server_state, "share", None)
         if share is not None:

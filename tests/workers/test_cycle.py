@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -47,13 +49,18 @@ class Socket(asyncio.Transport):
         pass
 
 
-async def ask(app: Callable[..., Awaitable[None]], head: bytes = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n") -> Socket:
-    """What one request to `app` wrote."""
+def connected(app: Callable[..., Awaitable[None]]) -> tuple[Protocol, Socket, ServerState]:
     config = Config(app=app, http=Protocol, lifespan="off", log_level="critical")
     config.load()
     state = ServerState()
     protocol, socket = Protocol(config=config, server_state=state, app_state={}), Socket()
     protocol.connection_made(socket)
+    return protocol, socket, state
+
+
+async def ask(app: Callable[..., Awaitable[None]], head: bytes = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n") -> Socket:
+    """What one request to `app` wrote."""
+    protocol, socket, state = connected(app)
     protocol.data_received(head)
     while state.tasks:
         await asyncio.sleep(0)
@@ -179,3 +186,38 @@ async def test_who_had_left_before_it_was_asked_is_told_of_too() -> None:
 
     await ask(app)
     assert gone == ["gone"]
+
+
+async def test_nothing_is_asked_for_a_client_that_does_not_take_its_answers() -> None:
+    """Else a client that sends and never reads would fill the worker."""
+    served = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        served.append(scope["path"])
+        await answers([(b"content-length", b"2")], b"hi")(scope, receive, send)
+
+    protocol, socket, state = connected(app)
+    protocol.data_received(b"GET /1 HTTP/1.1\r\nhost: x\r\n\r\n")
+    await asyncio.gather(*state.tasks)
+    protocol.pause_writing()
+    protocol.data_received(b"GET /2 HTTP/1.1\r\nhost: x\r\n\r\n")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert served == ["/1"]
+    protocol.resume_writing()
+    await asyncio.gather(*state.tasks)
+    assert served == ["/1", "/2"] and len(socket.writes) == 2
+    protocol.connection_lost(None)
+
+
+@pytest.mark.parametrize("reason", [None, ConnectionResetError()])
+async def test_a_lost_connection_is_held_by_nothing(reason: Exception | None) -> None:
+    protocol, _, state = connected(answers([(b"content-length", b"2")], b"hi"))
+    protocol.data_received(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    await asyncio.gather(*state.tasks)
+    held = weakref.ref(protocol)
+    protocol.connection_lost(reason)
+    await asyncio.sleep(0)
+    del protocol
+    gc.collect()
+    assert held() is None
