@@ -66,12 +66,14 @@ def test_r26_busy_is_not_dead_but_a_bad_answer_is_a_miss(deployment: Deployment,
     sick.set(health_status=500)
     busy.forget()
     deadline_s = time.monotonic() + 15
-    while len(busy.probes) < 5 or _state(deployment, sick) == "ready":
+    seen = {"ready"}  # of the sick one; on a loaded machine it may be gone and forgotten before the loop ends
+    while len(busy.probes) < 5 or "down" not in seen:
         statuses = [chat(deployment, chat_body(model)).status for model in ("busy", "sick")]
         assert statuses[0] == 200
         assert _state(deployment, busy) == "ready"
+        seen.add(_state(deployment, sick) or "")
         assert time.monotonic() < deadline_s
-    assert _state(deployment, sick) == "down"
+    assert _state(deployment, sick) != "ready"
 
 
 @together
