@@ -31,8 +31,9 @@ run: $(VENV)/.run
 	@exec $(py) -m app.cli serve $(if $(findstring --workers,$(ARGS)),,--workers $(WORKERS)) \
 		$(if $(NODES),--nodes $(NODES)) $(if $(named),,--simulate 3) $(ARGS)
 
+# Compiled modules are kept whatever the environment says: else each of some hundred starts compiles all of them.
 test: $(VENV)/.dev
-	$(py) -m pytest -n $(JOBS) --dist loadfile -m "not long" $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(py) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
 
 test-long: $(VENV)/.dev
 	$(py) -m pytest -n 2 --dist loadfile -m long $(ARGS)

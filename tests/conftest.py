@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +20,51 @@ from tests.support.quiet import quiet_check
 from tests.support.redis import PrivateRedis, Space, TcpProxy
 from tests.support.wait import eventually
 
+# The files that take longest, the longest first: with several at a time none of them may be the last to begin.
+FIRST = [
+    "integration/test_redis_faults.py",
+    "store/test_healing.py",
+    "integration/test_distserve_links.py",
+    "integration/test_failover.py",
+    "integration/test_pd_failures.py",
+    "integration/test_serving_one_worker.py",
+    "integration/test_pd_common.py",
+    "workers/test_server.py",
+    "integration/test_epd_topologies.py",
+    "integration/test_crash_safety.py",
+    "integration/test_distserve_failures.py",
+    "integration/test_strategies.py",
+    "integration/test_distserve_lmdeploy.py",
+    "integration/test_openai_sdk.py",
+    "store/test_failover.py",
+    "store/test_outages.py",
+    "workers/test_master.py",
+    "integration/test_serve_command.py",
+    "integration/test_pd_mooncake.py",
+    "integration/test_two_masters.py",
+    "test_cli.py",
+    "store/test_model.py",
+    "store/test_encoders.py",
+    "store/test_ledger.py",
+    "integration/test_drain_streams.py",
+    "support/test_support.py",
+    "integration/test_epd_fanout.py",
+    "workers/test_engine.py",
+    "integration/test_health.py",
+    "integration/test_breaker_trials.py",
+    "integration/test_serving_recycling.py",
+]
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "not_quiet(reason): the quiet check can't hold after this test; say why")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """After all others have shuffled and grouped; the order within a file stays."""
+    places = {Path(__file__).parent / name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(scope="session")

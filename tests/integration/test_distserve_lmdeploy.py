@@ -6,6 +6,7 @@ The engines hold every field to the protocol (`workers.engine_books`), and each 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import time
@@ -311,14 +312,13 @@ def test_r65_internal_fields_and_header_never_pass_in_hybrid_serving(
 # --- other settings
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_dummy_prefill_calls_decode_alone(
-    deployment_factory: Callable[..., Deployment], redis: Space, engine_loop: LoopThread, stream: bool
+    deployment_factory: Callable[..., Deployment], redis: Space, engine_loop: LoopThread
 ) -> None:
     deployment = deployment_factory(1, settings={"serving_strategy": "DistServe", "dummy_prefill": True})
     with floor_on(redis, [deployment], engine_loop, fabric=Fabric(dummy=True)) as floor:
         decode = floor.decode(chunks=3)
-        for path in (CHAT, COMPLETIONS):
+        for path, stream in itertools.product((CHAT, COMPLETIONS), (False, True)):
             answer = floor.chat(path=path, stream=stream)
             assert answer.ok and answer.text == "token0 token1 token2 "
         migrations = [body["migration_request"] for body in decode.bodies]
@@ -334,7 +334,7 @@ def test_dummy_prefill_calls_decode_alone(
                     "is_dummy_prefill": True,
                 }
             ]
-            * 2
+            * 4
         )
         assert not decode.calls(), "no link is needed"
 

@@ -66,12 +66,14 @@ def test_r26_busy_is_not_dead_but_a_bad_answer_is_a_miss(deployment: Deployment,
     sick.set(health_status=500)
     busy.forget()
     deadline_s = time.monotonic() + 15
-    while len(busy.probes) < 5 or _state(deployment, sick) == "ready":
+    seen = {"ready"}  # of the sick one; on a loaded machine it may be gone and forgotten before the loop ends
+    while len(busy.probes) < 5 or "down" not in seen:
         statuses = [chat(deployment, chat_body(model)).status for model in ("busy", "sick")]
         assert statuses[0] == 200
         assert _state(deployment, busy) == "ready"
+        seen.add(_state(deployment, sick) or "")
         assert time.monotonic() < deadline_s
-    assert _state(deployment, sick) == "down"
+    assert _state(deployment, sick) != "ready"
 
 
 @together
@@ -94,6 +96,9 @@ def test_r90_the_sdk_at_its_defaults_gets_over_an_outage_of_2_s(deployment: Depl
     deployment.add(engine)
     on_every_worker(deployment, lambda: chat(deployment, chat_body("outage")).status == 200)
     engine.forget()
+    # Probes come each second. None is to fall on the moment at which it is back: on a loaded machine the next one,
+    # and the second look after it, would come later than the SDK's last try.
+    eventually(lambda: engine.probes and 0.6 < time.monotonic() - engine.probes[-1].started_s < 0.8, within_s=10)
     engine.crash()
     with ThreadPoolExecutor(1) as pool, openai.OpenAI(base_url=deployment.url + "/v1", api_key="sk") as client:
         asked = pool.submit(client.chat.completions.create, model="outage", messages=[])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
-from typing import Any
 
+from tests.integration.serving import SharedDeployment
+from tests.support.deployment import Deployment
+from tests.support.engine import SimulatedEngine
 from tests.support.wait import eventually
 
+DEPLOYMENT = SharedDeployment(workers=1)
 BODY = b'{"model":"sim","messages":[]}'
 REQUEST = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
@@ -14,14 +17,11 @@ REQUEST = (
 ) + BODY
 
 
-def test_a_pipelined_client_that_leaves_frees_the_engine(deployment_factory: Any, engine_factory: Any) -> None:
-    engine = engine_factory(ttft_s=30)
-    deployment = deployment_factory(workers=1)
-    deployment.add(engine)
-    deployment.wait_for_state("ready", engine)
+def test_a_pipelined_client_that_leaves_frees_the_engine(deployment: Deployment, engine: SimulatedEngine) -> None:
+    engine.set(ttft_s=30)
     for together in (True, False):
         engine.forget()
-        client = socket.create_connection(("127.0.0.1", int(deployment.url.rsplit(":", 1)[1])))
+        client = socket.create_connection(("127.0.0.1", deployment.port))
         client.sendall(REQUEST * 2 if together else REQUEST)
         eventually(lambda: engine.in_flight == 1, within_s=5)
         if not together:
@@ -31,12 +31,8 @@ def test_a_pipelined_client_that_leaves_frees_the_engine(deployment_factory: Any
         eventually(lambda: deployment.unfinished() == {engine.url: 0}, within_s=2)
 
 
-def test_pipelined_requests_are_answered_in_order(deployment_factory: Any, engine_factory: Any) -> None:
-    engine = engine_factory(ttft_s=0)
-    deployment = deployment_factory(workers=1)
-    deployment.add(engine)
-    deployment.wait_for_state("ready", engine)
-    with socket.create_connection(("127.0.0.1", int(deployment.url.rsplit(":", 1)[1]))) as client:
+def test_pipelined_requests_are_answered_in_order(deployment: Deployment, engine: SimulatedEngine) -> None:
+    with socket.create_connection(("127.0.0.1", deployment.port)) as client:
         client.settimeout(10)
         ids = [b"request-%d" % n for n in range(40)]
         for identifier in ids:
@@ -50,11 +46,8 @@ def test_pipelined_requests_are_answered_in_order(deployment_factory: Any, engin
     assert places == sorted(places)
 
 
-def test_trailers_are_no_headers(deployment_factory: Any, engine_factory: Any) -> None:
-    engine = engine_factory(ttft_s=0)
-    deployment = deployment_factory(workers=1)
-    deployment.add(engine)
-    with socket.create_connection(("127.0.0.1", int(deployment.url.rsplit(":", 1)[1]))) as client:
+def test_trailers_are_no_headers(deployment: Deployment, engine: SimulatedEngine) -> None:
+    with socket.create_connection(("127.0.0.1", deployment.port)) as client:
         client.settimeout(10)
         client.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
@@ -66,9 +59,8 @@ def test_trailers_are_no_headers(deployment_factory: Any, engine_factory: Any) -
     assert b"x-smuggled" not in names
 
 
-def test_a_path_that_is_encoded_many_times_costs_no_time(deployment_factory: Any) -> None:
-    deployment = deployment_factory(workers=1)
-    with socket.create_connection(("127.0.0.1", int(deployment.url.rsplit(":", 1)[1]))) as client:
+def test_a_path_that_is_encoded_many_times_costs_no_time(deployment: Deployment) -> None:
+    with socket.create_connection(("127.0.0.1", deployment.port)) as client:
         client.settimeout(1)
         client.sendall(b"POST /v1/%" + b"25" * 20_000 + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
         assert client.recv(65536).startswith(b"HTTP/1.1 400")

@@ -50,7 +50,7 @@ class Worker:
         strategy: str = "min_expected_latency",
         encoder_policy: str = "round_robin",
         lease_s: float = 8.0,
-        timeout_s: float = 0.5,
+        timeout_s: float = 5.0,
         seed: int = 1,
         last_known: LastKnown | None = None,
     ) -> None:

@@ -175,11 +175,28 @@ class Scene:
         return all(worker.shared for worker in self.made)
 
     def _look(self) -> None:
-        space, key = self.space, self.key
-        for name in KEYS:
-            assert space.cli("TYPE", key(name)) in (type_of(name), "none"), name
-        assert space.cli("SMEMBERS", key("nodes")) == {A, B, E1, E2}
-        fields = {url: space.cli("HGETALL", key(f"node:{url}")) for url in (A, B, E1, E2)}
+        key = self.key
+        urls = (A, B, E1, E2)
+        # In one go: this is asked again and again, and meanwhile the workers wait.
+        with self.space.client.pipeline(transaction=False) as pipe:
+            for name in KEYS:
+                pipe.type(key(name))
+            pipe.smembers(key("nodes"))
+            for url in urls:
+                pipe.hgetall(key(f"node:{url}"))
+            for name in ("engine_keys", "unfinished", "unfinished:w1", "unfinished:w2", "sessions"):
+                pipe.hgetall(key(name))
+            pipe.time()
+            pipe.zrange(key("workers"), 0, -1, withscores=True)
+            pipe.get(key("prober"))
+            pipe.pttl(key("prober"))
+            pipe.get(key("version"))
+            found = pipe.execute()
+        types, (nodes, *found) = found[: len(KEYS)], found[len(KEYS) :]
+        for name, type_ in zip(KEYS, types, strict=True):
+            assert type_ in (type_of(name), "none"), name
+        assert nodes == {A, B, E1, E2}
+        fields = dict(zip(urls, found, strict=False))
         said = {url: [f[name] for name in ("role", "models", "speed", "state", "order")] for url, f in fields.items()}
         assert said == {
             A: ["1", '["a", "m"]', "2.0", "ready", "1"],
@@ -187,18 +204,17 @@ class Scene:
             E1: ["4", '["m"]', "", "ready", "5"],
             E2: ["4", '["m"]', "", "ready", "7"],
         }
-        assert space.cli("HGETALL", key("engine_keys")) == {A: SECRET}
-        assert space.cli("HGETALL", key("unfinished")) == {A: "3", B: "3"}
-        assert space.cli("HGETALL", key("unfinished:w1")) == {A: "2"}
-        assert space.cli("HGETALL", key("unfinished:w2")) == {A: "1", B: "3"}
-        seconds, _ = space.client.time()  # type: ignore[misc]
-        leases: dict[str, float] = dict(space.cli("ZRANGE", key("workers"), 0, -1, "WITHSCORES"))
-        assert set(leases) == {"w1", "w2"}
-        assert all(0 < expiry - seconds * 1000 < (LEASE_S + 2) * 1000 for expiry in leases.values()), leases
-        assert set(space.cli("HGETALL", key("sessions"))) == {"w1", "w2"}
-        assert space.cli("GET", key("prober")) in ("w1", "w2")
-        assert 0 < space.cli("PTTL", key("prober")) <= prober_module.LEASE_MS
-        version = int(space.cli("GET", key("version")))
+        engine_keys, unfinished, of_w1, of_w2, sessions, (seconds, _), leases, prober, left_ms, version = found[4:]
+        assert engine_keys == {A: SECRET}
+        assert unfinished == {A: "3", B: "3"}
+        assert of_w1 == {A: "2"}
+        assert of_w2 == {A: "1", B: "3"}
+        assert {worker for worker, _ in leases} == {"w1", "w2"}
+        assert all(0 < expiry - seconds * 1000 < (LEASE_S + 2) * 1000 for _, expiry in leases), leases
+        assert set(sessions) == {"w1", "w2"}
+        assert prober in ("w1", "w2")
+        assert 0 < left_ms <= prober_module.LEASE_MS
+        version = int(version)
         assert [worker.registry.snapshot.version for worker in self.made] == [version, version]
         assert version >= 8
 

@@ -126,11 +126,12 @@ def quarter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(1_000_000))
     clock = SimpleNamespace(monotonic=lambda: next(now) * 0.25, time_ns=ledger_module.time.time_ns)
     monkeypatch.setattr(ledger_module, "time", clock)
+    monkeypatch.setattr(ledger_module, "RENEW_S", 60.0)  # a renewal looks at the clock too
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 async def test_r12_idle_equal_nodes_are_taken_equally_often(redis: Space, strategy: str, quarter_seconds: None) -> None:
-    async with Worker(redis.url, redis.namespace, "w1", strategy=strategy, seed=12) as worker:
+    async with Worker(redis.url, redis.namespace, "w1", strategy=strategy, seed=12, lease_s=60.0) as worker:
         for url in (A, B, C):
             await worker.add_ready(url)
         chosen: Counter[str] = Counter()
@@ -692,17 +693,22 @@ async def test_r09_pairs_cancelled_over_a_slow_road_leave_nothing(redis: Space, 
     async with workers(redis, 2, url=slow_road.url) as made:
         await add_pairs(made[0])
         slow_road.delay_s = 0.1
-        came = await cancelled_at_random(lambda: take_pair(made[0]), 200, 0.25, seed=9)
-        pairs = [pair for pair in came if not isinstance(pair, BaseException)]
-        assert 0 < len(pairs) < 200 and all(len(pair) == 2 for pair in pairs)
-        for pair in pairs:
-            give_back(pair)
+        for within_s in (0.25, 1.0, 4.0):  # a loaded machine may have answered none so soon
+            came = await cancelled_at_random(lambda: take_pair(made[0]), 200, within_s, seed=9)
+            pairs = [pair for pair in came if not isinstance(pair, BaseException)]
+            assert len(pairs) < 200 and all(len(pair) == 2 for pair in pairs)
+            answered = bool(pairs)
+            for pair in pairs:
+                give_back(pair)
+            if answered:
+                break
+        assert answered
         slow_road.delay_s = 0.0
         await aeventually(lambda: totals(redis) == {} and exact(redis, made))
 
 
 async def test_r96_while_redis_is_away_a_pair_is_chosen_by_the_twin_and_restated_afterwards(own_redis: Space) -> None:
-    async with Worker(own_redis.url, own_redis.namespace, "w1") as worker:
+    async with Worker(own_redis.url, own_redis.namespace, "w1", timeout_s=0.2) as worker:
         await add_pairs(worker)
         own_redis.server.pause()
         try:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from app.errors import StoreUnavailable
+from app.store import ledger as ledger_module
 from app.store.links import Claim, Link, LinkTable, ends_of, pair_of, read_link
 from app.store.scripts import Code
 from tests.store.harness import Worker, workers
@@ -200,8 +201,9 @@ async def test_a_claim_that_was_taken_over_is_not_settled(redis: Space) -> None:
         assert await w2.links.settle(PAIR, second.text, Link("connected", LIVES, 5))
 
 
-async def test_a_worker_without_a_lease_claims_nothing(redis: Space) -> None:
+async def test_a_worker_without_a_lease_claims_nothing(redis: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis has lost everything: who has a claim has not said so again yet."""
+    monkeypatch.setattr(ledger_module, "RENEW_S", 60.0)  # its next renewal would bring the lease back
     async with workers(redis, 1) as (w1,):
         table = LinkTable(ledger=w1.ledger, registry=w1.registry, keys=w1.keys, worker="one that has not joined")
         assert (await table.claim(PAIR, LIVES, 5, wait_s=60)).code == Code.ABSENT and text_in(redis) is None

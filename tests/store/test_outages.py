@@ -255,12 +255,13 @@ async def test_the_server_takes_no_more_connections(own_redis: Space) -> None:
 
 
 async def test_more_managing_calls_than_connections_wait_for_their_turn(own_redis: Space) -> None:
-    async with Worker(own_redis.url, own_redis.namespace, "w1", timeout_s=TIMEOUT_S) as worker:
+    calls = 20 * CALLS_AT_ONCE
+    async with Worker(own_redis.url, own_redis.namespace, "w1") as worker:
         await worker.add_ready(A)
-        calls = 20 * CALLS_AT_ONCE
         found = await asyncio.gather(*(worker.registry.move_breaker(A, "close") for _ in range(calls)))
         assert len(found) == calls
         assert len(own_redis.client.client_list()) <= CALLS_AT_ONCE + 5
+    async with Worker(own_redis.url, own_redis.namespace, "w2", timeout_s=TIMEOUT_S) as worker:
         own_redis.server.pause()
         since_s = time.monotonic()
         ended = await asyncio.gather(
