@@ -34,7 +34,8 @@ def test_streams_outlive_their_node_that_leaves_and_comes_back_again_and_again(s
         assert moving.in_flight or turn > 2, "streams must be running on it"
         there.add(moving)
         eventually(lambda: stage.counts(moving, staying) == (moving.in_flight, staying.in_flight), within_s=1)
-        assert there.unfinished()[moving.url] == stage.counts(moving)[0]
+        # Streams end meanwhile: of two looks one after the other the second may see fewer.
+        eventually(lambda: there.unfinished()[moving.url] == stage.counts(moving)[0], within_s=1)  # noqa: B023
     answers = streams.result(20)
     assert [(a.status, a.error) for a in answers if not a.done] == []
     assert [len(a.chunks()) for a in answers] == lengths
