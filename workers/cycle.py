@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
+from app.http.body import header
 from app.http.ports import WIRE
 
 if TYPE_CHECKING:
@@ -47,9 +48,10 @@ class Cycle(RequestResponseCycle):
         self._bodyless = self.scope["method"] == "HEAD"
         # HTTP/1.0 has no chunks: there a body ends with the connection.
         self._until_close = self.scope["http_version"] == "1.0"
-        self.waiting_for_100_continue = not self._until_close and _expects_100(protocol.headers)
-        offered: Any = {WIRE: self}
-        self.scope["extensions"] = offered
+        scope: Any = self.scope  # uvicorn's type of it knows no extensions of ours
+        expected = None if self._until_close else header(scope, b"expect")
+        self.waiting_for_100_continue = expected is not None and expected.lower() == b"100-continue"
+        scope["extensions"] = {WIRE: self}
 
     def __repr__(self) -> str:
         state = "complete" if self.response_complete else "started" if self.response_started else "open"
@@ -188,13 +190,6 @@ class Cycle(RequestResponseCycle):
             self.write(message.get("body", b""), more=message.get("more_body", False))
         else:
             raise RuntimeError(f"{kind} out of order")
-
-
-def _expects_100(headers: list[tuple[bytes, bytes]]) -> bool:
-    for name, value in headers:
-        if name == b"expect":
-            return value.lower() == b"100-continue"
-    return False
 
 
 def _nothing() -> None:

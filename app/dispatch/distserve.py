@@ -15,7 +15,7 @@ from typing import Any
 from app.dispatch.handover.links import Links
 from app.dispatch.handover.sessions import Sessions, quietly
 from app.errors import BadRequest, StoreUnavailable, UpstreamError
-from app.nodes import Role, State
+from app.nodes import Node, Role, State
 from app.store.handing import pairs_in_use
 from app.store.handovers import Handovers
 from app.store.keys import Keys
@@ -102,15 +102,18 @@ class DistServe:
         if not self._linked:
             raise BadRequest("Engines are linked, and their caches freed, with --pd-protocol lmdeploy only")
 
+    def _up(self) -> list[Node]:
+        return [node for node in self._registry.snapshot.nodes.values() if node.state in (State.READY, State.PENDING)]
+
     def _pairs(self) -> Iterator[tuple[str, str]]:
-        nodes = [node for node in self._registry.snapshot.nodes.values() if node.state in (State.READY, State.PENDING)]
+        nodes = self._up()
         for prefill in (node for node in nodes if node.role == Role.Prefill):
             for decode in (node for node in nodes if node.role == Role.Decode):
                 if not set(prefill.models).isdisjoint(decode.models):
                     yield prefill.url, decode.url
 
     def _no_pair(self) -> str:
-        nodes = [node for node in self._registry.snapshot.nodes.values() if node.state in (State.READY, State.PENDING)]
+        nodes = self._up()
         lacking = [role.name for role in (Role.Prefill, Role.Decode) if not any(node.role == role for node in nodes)]
         if lacking:
             return f"no {' and no '.join(lacking)} node is registered and up"

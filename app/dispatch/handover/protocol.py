@@ -86,13 +86,6 @@ class Protocol(ABC):
         pair.took("decode", url, time.monotonic() - begun_s)
         return Begun(response, first)
 
-    def read(self, whole: Whole) -> Prefilled:
-        """Raises EngineProtocolError: no JSON, or the engine says that it gave the request up."""
-        prefilled = read_prefilled(whole)
-        if prefilled.aborted:
-            raise gave_up(whole.url)
-        return prefilled
-
 
 class Handed:
     """What prefill handed over, and what is owed for it until decode has taken it."""
@@ -349,6 +342,13 @@ class Concurrent(Protocol):
 
     def refused(self, url: str) -> None:
         """The same by an engine's 4xx, so that it is most likely the request's own fault."""
+
+    def read(self, whole: Whole) -> Prefilled:
+        """Raises EngineProtocolError: no JSON, or the engine says that it gave the request up."""
+        prefilled = read_prefilled(whole)
+        if prefilled.aborted:
+            raise gave_up(whole.url)
+        return prefilled
 
     async def run(self, pair: Pair, request: EngineRequest) -> Answer:
         members = members_of(request.body)
