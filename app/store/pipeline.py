@@ -12,6 +12,9 @@ A caller that is cancelled leaves nothing behind either: its reply still comes t
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import socket
 import ssl
 import time
 from collections import deque
@@ -27,6 +30,7 @@ Reply = Any
 Callback = Callable[[Reply], None]
 """Gets the reply: ints, bytes, lists of them, or an exception (an error reply, or StoreUnavailable)."""
 
+LAST_WORDS_BYTES = 4096
 GRACE_S = 0.05
 """A late reply may be waiting in the socket while our own event loop was stalled: look once more."""
 
@@ -189,4 +193,19 @@ class Pipeline(asyncio.Protocol):
             callback(reply)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if isinstance(exc, BrokenPipeError | ConnectionResetError):
+            self._hear_last_words()
         self._lose(StoreUnavailable(f"the connection to Redis was lost: {exc or 'closed by Redis'}"))
+
+    def _hear_last_words(self) -> None:
+        """A server that turns us away says why and closes: a write that fails then comes before what it said."""
+        if self._transport is None or self._transport.get_extra_info("ssl_object") is not None:
+            return
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as s,
+        ):
+            s.setblocking(False)
+            said = s.recv(LAST_WORDS_BYTES)
+            if said and self._lost is None:
+                self.data_received(said)

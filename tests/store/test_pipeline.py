@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import hiredis
@@ -210,3 +212,20 @@ async def test_nobody_there_is_told_at_once(own_redis: Space) -> None:
     own_redis.server.kill()
     with pytest.raises(StoreUnavailable, match="can't be reached"):
         await Pipeline.open(RedisAddress.parse(own_redis.url), timeout_s=TIMEOUT_S, on_lost=lambda reason: None)
+
+
+async def test_why_a_server_turned_it_away_is_told_though_the_write_failed_first(tmp_path: Path) -> None:
+    road = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(road)
+        server.listen()
+        server.setblocking(False)
+        loop = asyncio.get_running_loop()
+        opening = asyncio.ensure_future(
+            Pipeline.open(RedisAddress.parse(f"unix://{road}"), timeout_s=1, on_lost=lambda _: None)
+        )
+        with (await loop.sock_accept(server))[0] as client:
+            # All before our side's loop runs again: it writes first, into a socket that is closed.
+            client.send(b"-ERR max number of clients reached\r\n")
+        with pytest.raises(StoreUnavailable, match="max number of clients"):
+            await opening
