@@ -187,7 +187,9 @@ class Pipeline(asyncio.Protocol):
             if reply is False:
                 return
             if not self._waiting:
-                self._lose(StoreUnavailable("Redis sent a reply that nobody waits for"))
+                # A server that turns us away says so before it was asked anything.
+                said = f"Redis answered: {reply}" if isinstance(reply, Exception) else "Redis sent a reply to nobody"
+                self._lose(StoreUnavailable(said))
                 return
             callback, _ = self._waiting.popleft()
             callback(reply)
