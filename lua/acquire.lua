@@ -10,6 +10,7 @@
 -- KEYS[4]  version            STRING registry version
 -- KEYS[5]  latency_mean       HASH   url -> mean of the latency window, seconds
 -- KEYS[6]  explored           HASH   url -> explorations since its last success
+-- KEYS[7]  load_index         STRING registry version whose groups load:<group> are; taken away
 -- ARGV[1]  worker             id
 -- ARGV[2]  generation         of the connection this call came over
 -- ARGV[3]  version            of the snapshot the candidates come from; '' = whatever it is now
@@ -19,11 +20,12 @@
 --          member (restate first), 2 snapshot is not current (refresh first)
 -- COST     O(candidates)      CALLER app/store/ledger.py
 local unfinished, ledger, sessions, version_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local latency_mean, explored = KEYS[5], KEYS[6]
+local latency_mean, explored, load_index = KEYS[5], KEYS[6], KEYS[7]
 local worker, generation, version = ARGV[1], ARGV[2], ARGV[3]
 local FIRST = 4
 
-local current = redis.call('GET', version_key) or '0'
+local at_once = redis.call('MGET', version_key, load_index)
+local current, ordered = at_once[1] or '0', at_once[2]
 if redis.call('HGET', sessions, worker) ~= generation then
     return { 1, tonumber(current) or 0 }
 end
@@ -51,6 +53,9 @@ end
 
 -- Counts are restated after a restart: replicas hear of them, the append-only file does not.
 redis.set_repl(redis.REPL_REPLICA)
+if ordered then
+    redis.call('DEL', load_index)
+end
 local reply = { 0, tonumber(current) or 0 }
 local at = FIRST
 while at <= #ARGV do

@@ -5,12 +5,14 @@
 -- KEYS[3]  sessions           HASH   worker -> generation of its connection
 -- KEYS[4]  workers            ZSET   worker -> lease expiry, ms, Redis's clock
 -- KEYS[5]  handing:<w>        HASH   prefill|decode -> that worker's hand-overs
+-- KEYS[6]  load_index         STRING registry version whose groups load:<group> are; gone where totals change
 -- ARGV[1]  worker             id
 -- ARGV[2]  certain            '1': its death is known (its host's master saw it end, or it leaves);
 --                             '0': only if its lease is over
 -- RETURN   {code, returned}   code: 0 given up, 5 its lease still runs; returned: requests
 -- COST     O(ledger)          CALLER app/store/ledger.py, workers/reaper.py
-local unfinished, ledger, sessions, workers, handing = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local unfinished, ledger, sessions, workers = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local handing, load_index = KEYS[5], KEYS[6]
 local worker, certain = ARGV[1], ARGV[2] == '1'
 
 if not certain then
@@ -35,6 +37,7 @@ for i = 1, #recorded, 2 do
         redis.call('HDEL', unfinished, url)
     end
 end
+redis.call('DEL', load_index)
 redis.set_repl(redis.REPL_ALL)
 redis.call('DEL', ledger, handing)
 redis.call('ZREM', workers, worker)

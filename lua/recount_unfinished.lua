@@ -2,13 +2,14 @@
 --
 -- KEYS[1]  unfinished         HASH   url -> total over all workers
 -- KEYS[2]  workers            ZSET   worker -> lease expiry, ms, Redis's clock
--- KEYS[3+] unfinished:<w>     HASH   url -> that worker's share; one per worker
--- ARGV[1+] worker             ids, in the order of KEYS[3+]
+-- KEYS[3]  load_index         STRING registry version whose groups load:<group> are; gone where totals change
+-- KEYS[4+] unfinished:<w>     HASH   url -> that worker's share; one per worker
+-- ARGV[1+] worker             ids, in the order of KEYS[4+]
 -- RETURN   {code, corrected}  code: 0 counted, 2 the workers are others by now (call again);
 --          corrected: how many totals were wrong
 -- COST     O(workers * nodes) CALLER workers/prober.py
-local unfinished, workers = KEYS[1], KEYS[2]
-local FIRST_LEDGER = 3
+local unfinished, workers, load_index = KEYS[1], KEYS[2], KEYS[3]
+local FIRST_LEDGER = 4
 
 if redis.call('ZCARD', workers) ~= #ARGV then
     return { 2, 0 }
@@ -44,5 +45,8 @@ for url, sum in pairs(sums) do
         corrected = corrected + 1
         redis.call('HSET', unfinished, url, sum)
     end
+end
+if corrected > 0 then
+    redis.call('DEL', load_index)
 end
 return { 0, corrected }

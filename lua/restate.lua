@@ -9,6 +9,7 @@
 -- KEYS[3]  sessions           HASH   worker -> generation of its connection
 -- KEYS[4]  workers            ZSET   worker -> lease expiry, ms, Redis's clock
 -- KEYS[5]  version            STRING registry version
+-- KEYS[6]  load_index         STRING registry version whose groups load:<group> are; gone where totals change
 -- ARGV[1]  worker             id
 -- ARGV[2]  generation         of the connection this call came over; each new one is larger
 -- ARGV[3]  lease              ms
@@ -16,7 +17,8 @@
 -- RETURN   {code, version, known}  code: 0 stated, 4 superseded (a newer connection has spoken);
 --          known: 1 where this generation was registered before, else 0; with code 4 the newer generation
 -- COST     O(ledger)          CALLER app/store/ledger.py
-local unfinished, ledger, sessions, workers, version_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local unfinished, ledger, sessions, workers = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local version_key, load_index = KEYS[5], KEYS[6]
 local worker, generation, lease_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
 
 local version = tonumber(redis.call('GET', version_key) or '0') or 0
@@ -54,10 +56,18 @@ redis.call('DEL', ledger)
 for url, count in pairs(stated) do
     redis.call('HSET', ledger, url, count)
 end
+-- A worker that joins may come from what an error left behind.
+local corrected = registered ~= generation
 for url, difference in pairs(correct_by) do
-    if difference ~= 0 and redis.call('HINCRBY', unfinished, url, difference) <= 0 then
-        redis.call('HDEL', unfinished, url)
+    if difference ~= 0 then
+        corrected = true
+        if redis.call('HINCRBY', unfinished, url, difference) <= 0 then
+            redis.call('HDEL', unfinished, url)
+        end
     end
+end
+if corrected then
+    redis.call('DEL', load_index)
 end
 
 redis.set_repl(redis.REPL_ALL)

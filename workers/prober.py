@@ -223,7 +223,7 @@ class Prober:
     async def _recount(self) -> None:
         keys = self._keys
         workers = [str(worker) for worker in await self._registry.redis.zrange(keys.workers, 0, -1)]
-        names = [keys.unfinished, keys.workers, *map(keys.ledger, workers)]
+        names = [keys.unfinished, keys.workers, keys.load_index, *map(keys.ledger, workers)]
         code, corrected = await self._registry.run("recount_unfinished", names, list(workers))
         if code == Code.DONE and corrected:
             log.warning("%d totals were not the sum of the ledgers; they are now", corrected)

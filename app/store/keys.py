@@ -39,6 +39,7 @@ class Keys:
         self.failures = p + "failures"
         self.retries = p + "retries"
         self.requests = p + "requests"
+        self.load_index = p + "load_index"
 
     def node(self, url: str) -> str:
         return f"{self.prefix}node:{url}"
@@ -50,6 +51,10 @@ class Keys:
     def handing(self, worker: str) -> str:
         """The worker's hand-overs that go on."""
         return f"{self.prefix}handing:{worker}"
+
+    def load(self, group: int) -> str:
+        """The nodes of a group in the order of their load."""
+        return f"{self.prefix}load:{group}"
 
     def latency(self, url: str) -> str:
         return f"{self.prefix}latency:{url}"
@@ -67,7 +72,8 @@ class Shape(NamedTuple):
 
 
 def shapes(keys: Keys) -> dict[str, Shape]:
-    """Key -> shape of all keys that a deployment has once. `events` is a channel, no key."""
+    """Key -> shape of all keys that a deployment has once, but those that are made anew whenever they are not right
+    (`load_index` and its groups). `events` is a channel, no key."""
     return {
         keys.layout: Shape("string", "count"),
         keys.version: Shape("string", "count"),
@@ -104,7 +110,7 @@ def shapes_of(keys: Keys, urls: Iterable[str], workers: Iterable[str]) -> dict[s
 
 def of_worker_given_up(keys: Keys, worker: str) -> tuple[str, ...]:
     """KEYS of give_up_worker.lua."""
-    return keys.unfinished, keys.ledger(worker), keys.sessions, keys.workers, keys.handing(worker)
+    return keys.unfinished, keys.ledger(worker), keys.sessions, keys.workers, keys.handing(worker), keys.load_index
 
 
 def of_node_removed(keys: Keys, url: str) -> tuple[str, ...]:

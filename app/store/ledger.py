@@ -2,7 +2,8 @@
 
 Owns the hot connection, the worker's lease and the arithmetic between the local counts and Redis.
 It must not know HTTP or engines. Keys: unfinished, unfinished:<worker>, sessions, workers, latency_mean,
-explored, failures, requests, encoder_cursor, encoder_credit (through lua/), and those of `store.latencies`.
+explored, failures, requests, encoder_cursor, encoder_credit, load_index, load:<group> (through lua/), and those
+of `store.latencies`.
 
 The rule everything here follows: **a worker never replays, it restates.** The local counts are the
 truth about this worker; after anything unclear (an error, a lost reply, a flush, a lease that ran
@@ -22,11 +23,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import hiredis
 
@@ -34,16 +38,19 @@ from app.balancing import DECIDE_BY_LATENCY, ENCODER_POLICIES, POLICIES, Candida
 from app.errors import ModelNotFound, NoNodeAvailable, StoreUnavailable
 from app.store.keys import Keys, of_worker_given_up
 from app.store.latencies import Latencies
+from app.store.load_index import LARGE, LoadIndex
 from app.store.locator import Locator
 from app.store.pipeline import Pipeline, Reply
 from app.store.registry import Registry
-from app.store.scripts import Argument, Code, Prepared, Script, packed
+from app.store.scripts import Argument, Code, Prepared, Script, packed, packed_command
 from app.store.snapshot import Pool, Snapshot
 
 log = logging.getLogger("evenhand.store")
 
 STALE_TRIES = 4
 """How often an acquire follows a registry that changes under it before it takes what it has."""
+SETTLED_S = 0.5
+"""A registry that has not changed for so long has its loads ordered: doing it for each of many changes costs more."""
 RENEW_S = 1.0
 """Between two renewals of the lease; the same step repairs a ledger that somebody edited."""
 WINDOW_S = 10
@@ -62,6 +69,10 @@ PACKED_DRAWS = b"$12\r\n0.%010d\r\n$12\r\n0.%010d\r\n"
 """Two numbers in [0, 1), packed."""
 
 Select = Callable[[Snapshot], Pool]
+Read = Callable[[list[Any]], list[str]]
+"""The nodes that a reply of an acquire script names."""
+Question = tuple[Prepared, int, bytes, Read]
+"""What an acquire sends: the call, how many arguments it has behind the version, those packed, what reads the reply."""
 
 
 def _kind(reason: str) -> str:
@@ -126,6 +137,8 @@ class Ledger:
         self._scripts = scripts
         self._acquire_script = scripts[f"acquire_{strategy}"]
         self._policy = POLICIES[strategy]
+        self._by_load = strategy == "min_expected_latency"
+        self._by_chance = strategy == "random"
         self._encoders_script = scripts[f"acquire_encoders_{encoder_policy}"]
         self._encoder_policy = ENCODER_POLICIES[encoder_policy]
         self._registry = registry
@@ -155,13 +168,17 @@ class Ledger:
         self._keeper: asyncio.Task[None] | None = None
         counting = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.version)
         encoding = (*counting, keys.encoder_cursor, keys.encoder_credit, keys.nodes)
-        self._acquire_call = Prepared(self._acquire_script, (*counting, keys.latency_mean, keys.explored), (worker,))
+        acquiring = (*counting, keys.latency_mean, keys.explored, keys.load_index)
+        self._acquire_call = Prepared(self._acquire_script, acquiring, (worker,))
         self._encoders_call = Prepared(self._encoders_script, encoding, (worker,))
-        self._release_call = Prepared(scripts["release"], (*counting, keys.failures), (worker,))
         # What such a call has besides, packed once too: of this connection, of a registry version, of a node.
         self._packed_generation = packed(self._generation)
         self._asked_version = 0, packed(0)
         self._releases: dict[tuple[str, bool], bytes] = {}
+        # Of the registry's snapshot: where nodes stand in the order of loads, since when, and calls that go by it.
+        self._index = LoadIndex(keys, registry.snapshot)
+        self._indexed_at_s = time.monotonic()
+        self._ordered_calls: dict[tuple[tuple[int, ...], ...], Prepared] = {}
         # What the encoder policy goes by while Redis is away.
         self._cursor = self._draws.randrange(2**16)
         self._credits: dict[str, float] = {}
@@ -212,7 +229,7 @@ class Ledger:
         """
         if not again:
             self._count_request()
-        (ticket,) = await self._acquire((select,), self._acquire_call, self._ask, self._read, self._choose)
+        (ticket,) = await self._acquire((select,), self._ask, self._choose)
         return ticket
 
     async def acquire_each(self, *selects: Select, again: bool = False) -> list[Ticket]:
@@ -227,7 +244,7 @@ class Ledger:
 
         if not again:
             self._count_request()
-        return await self._acquire(selects, self._acquire_call, self._ask, self._read, self._choose)
+        return await self._acquire(selects, self._ask, self._choose)
 
     async def acquire_encoders(self, select: Select, items: int) -> list[Ticket]:
         """Give each of `items` media items an encoder and count it there, all in one step.
@@ -236,31 +253,27 @@ class Ledger:
             One ticket per item, in order. Raises as `acquire`.
         """
 
-        def ask(pools: Sequence[Pool]) -> tuple[int, bytes]:
-            return pools[0].words + 1, packed(items) + pools[0].packed
-
-        def read(pools: Sequence[Pool], reply: list[int]) -> list[str]:
-            return [pools[0].urls[index - 1] for index in reply[3:]]
+        def ask(pools: Sequence[Pool], _: bool) -> Question:
+            (pool,) = pools
+            read = lambda reply: [pool.urls[index - 1] for index in reply[3:]]  # noqa: E731
+            return self._encoders_call, pool.words + 1, packed(items) + pool.packed, read
 
         def locally(pools: Sequence[Pool]) -> list[str]:
             return self._assign(pools[0], items)
 
         self._count_request()
-        return await self._acquire((select,), self._encoders_call, ask, read, locally)
+        return await self._acquire((select,), ask, locally)
 
     async def _acquire(
         self,
         selects: Sequence[Select],
-        call: Prepared,
-        ask: Callable[[Sequence[Pool]], tuple[int, bytes]],
-        read: Callable[[Sequence[Pool], list[int]], list[str]],
+        ask: Callable[[Sequence[Pool], bool], Question],
         locally: Callable[[Sequence[Pool]], list[str]],
     ) -> list[Ticket]:
         """Follow the registry until the decision is made on its current version; else decide locally.
 
         Args:
-            ask: what `call` takes behind the version, packed, and how many arguments that is.
-            read: the nodes that a reply names.
+            ask: what to send; the second argument says that it must be right for whatever version Redis has.
         """
         for attempt in range(STALE_TRIES):
             try:
@@ -273,9 +286,10 @@ class Ledger:
                 await asyncio.shield(self._restated)
             if self._pipeline is None:
                 break
-            count, words = ask(pools)
-            version = NO_VERSION if attempt == STALE_TRIES - 1 else self._packed_version(pools[0].version)
-            future = self._count(call, count + 2, b"".join((self._packed_generation, version, words)), pools, read)
+            last = attempt == STALE_TRIES - 1
+            call, count, words, read = ask(pools, last)
+            version = NO_VERSION if last else self._packed_version(pools[0].version)
+            future = self._count(call, count + 2, b"".join((self._packed_generation, version, words)), read)
             try:
                 code, urls = await future
             except asyncio.CancelledError:
@@ -291,6 +305,8 @@ class Ledger:
                     await self._registry.refresh()
                 except StoreUnavailable:
                     break
+            elif code == Code.ABSENT:
+                self._order_loads()
             elif code is None:
                 break
         urls = locally([self._without_shunned(pool) for pool in self._select(selects)])
@@ -306,14 +322,55 @@ class Ledger:
             self._asked_version = version, packed(version)
         return self._asked_version[1]
 
-    def _ask(self, pools: Sequence[Pool]) -> tuple[int, bytes]:
+    def _ask(self, pools: Sequence[Pool], whatever_version: bool) -> Question:
+        snapshot = self._registry.snapshot
+        if len(snapshot.nodes) >= LARGE and snapshot.version == pools[0].version and not whatever_version:
+            if self._by_load and (question := self._ask_by_load(pools)):
+                return question
+            if self._by_chance and all(sum(pool.speeds) < math.inf for pool in pools):
+                # Chance needs nothing that is shared: Redis need not read a whole fleet for it.
+                chosen = [self._draws.choices(pool.urls, pool.speeds)[0] for pool in pools]
+                pools = [snapshot.only(url) for url in chosen]
         draw = self._draws.random
         # Ten digits, always: a draw that was rounded up to 1 would be outside of what a policy takes.
         if len(pools) == 1:
             (pool,) = pools
-            return pool.words + 2, pool.packed + PACKED_DRAWS % (int(draw() * 1e10), int(draw() * 1e10))
-        words = [pool.packed + PACKED_DRAWS % (int(draw() * 1e10), int(draw() * 1e10)) for pool in pools]
-        return sum(pool.words + 2 for pool in pools), b"".join(words)
+            words = pool.packed + PACKED_DRAWS % (int(draw() * 1e10), int(draw() * 1e10))
+            return self._acquire_call, pool.words + 2, words, partial(self._read, pools)
+        each = [pool.packed + PACKED_DRAWS % (int(draw() * 1e10), int(draw() * 1e10)) for pool in pools]
+        return self._acquire_call, sum(pool.words + 2 for pool in pools), b"".join(each), partial(self._read, pools)
+
+    def _ask_by_load(self, pools: Sequence[Pool]) -> Question | None:
+        """For acquire_least_loaded.lua; None where each candidate has to be looked at."""
+        index = self._load_index()
+        if time.monotonic() - self._indexed_at_s < SETTLED_S:
+            return None
+        groups = tuple(map(index.groups, pools))
+        if not all(groups):
+            return None
+        call = self._ordered_calls.get(groups)
+        if call is None:
+            keys = self._keys
+            names = [keys.unfinished, keys.ledger(self.worker), keys.sessions, keys.version, keys.load_index]
+            names += [keys.load(group) for of_pool in groups for group in of_pool]
+            call = self._ordered_calls[groups] = Prepared(self._scripts["acquire_least_loaded"], names, (self.worker,))
+        words = [word for of_pool in groups for word in (len(of_pool), repr(self._draws.random()))]
+        return call, len(words), packed(*words), self._read_members
+
+    def _read_members(self, reply: list[Any]) -> list[str]:
+        return [member.split(b" ", 1)[1].decode() for member in reply[2:]]
+
+    def _load_index(self) -> LoadIndex:
+        snapshot = self._registry.snapshot
+        if snapshot is not self._index.snapshot:
+            self._index, self._indexed_at_s = LoadIndex(self._keys, snapshot), time.monotonic()
+            self._ordered_calls.clear()
+            self._releases.clear()
+        return self._index
+
+    def _order_loads(self) -> None:
+        script = self._scripts["index_loads"]
+        self.note("EVAL", script.text, *script.evalsha(*self._load_index().arguments())[2:])
 
     def _read(self, pools: Sequence[Pool], reply: list[int]) -> list[str]:
         return [pool.urls[index - 1] for pool, index in zip(pools, reply[2:], strict=True)]
@@ -343,8 +400,7 @@ class Ledger:
         call: Prepared,
         count: int,
         words: bytes,
-        pools: Sequence[Pool],
-        read: Callable[[Sequence[Pool], list[int]], list[str]],
+        read: Read,
     ) -> asyncio.Future[tuple[int | None, list[str]]]:
         """One acquire on the wire: the code, None without an answer, and what it counted."""
         future: asyncio.Future[tuple[int | None, list[str]]] = asyncio.get_running_loop().create_future()
@@ -358,7 +414,7 @@ class Ledger:
                 reply = StoreUnavailable("Redis lost the scripts and then the connection")
             self._acquiring -= 1
             code = self._read_code(reply)
-            urls = read(pools, reply) if code == DONE else []
+            urls = read(reply) if code == DONE else []
             for url in urls:
                 self._add(url)
             if future.cancelled():
@@ -424,13 +480,24 @@ class Ledger:
             self._latencies.add(url, latency_s, self._registry.snapshot.nodes)
         if self._pipeline is None:
             return
+        index = self._load_index()  # releases of another snapshot are forgotten with it
         command = self._releases.get((url, answered))
         if command is None:
-            if len(self._releases) > 4 * len(self._registry.snapshot.nodes) + 32:  # nodes come and go
-                self._releases.clear()
-            words = packed(self._generation, url, int(answered))
-            command = self._releases[url, answered] = self._release_call.command(3, words)
+            command = self._releases[url, answered] = self._make_release(index, url, answered)
         self._pipeline.send(command, self._released)
+
+    def _make_release(self, index: LoadIndex, url: str, answered: bool) -> bytes:
+        keys = self._keys
+        names = [keys.unfinished, keys.ledger(self.worker), keys.sessions, keys.version, keys.failures, keys.load_index]
+        words: list[Argument] = [self.worker, self._generation, url, int(answered)]
+        if self._by_load and len(index.snapshot.nodes) >= LARGE:
+            words.append(index.snapshot.version)
+            if place := index.place(url):
+                names.append(keys.load(place.group))
+                words += [repr(place.speed), place.member]
+        else:
+            words.append("")
+        return packed_command(self._scripts["release"].evalsha(names, words))
 
     def _released(self, reply: Reply) -> None:
         if isinstance(reply, StoreUnavailable):
@@ -495,7 +562,10 @@ class Ledger:
     def _restate_command(self) -> Sequence[str | bytes | int]:
         # EVAL, not EVALSHA: this is the step that mends things, so it must not depend on a cache.
         keys, script = self._keys, self._scripts["restate"]
-        names = (keys.unfinished, keys.ledger(self.worker), keys.sessions, keys.workers, keys.version)
+        names = (
+            *(keys.unfinished, keys.ledger(self.worker), keys.sessions, keys.workers, keys.version),
+            keys.load_index,
+        )
         entries = [part for item in self.counts.items() for part in item]
         command = script.evalsha(names, (self.worker, self._generation, self._lease_ms, *entries))
         return ("EVAL", script.text, *command[2:])

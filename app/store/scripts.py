@@ -74,9 +74,15 @@ class Script:
         return f"<Script {self.name} keys={self.keys} args={self.args}>"
 
 
+def packed_command(words: tuple[Argument, ...]) -> bytes:
+    """A command as it goes over the wire."""
+    command: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]  # its stub says 1-tuple
+    return command
+
+
 def packed(*words: Argument) -> bytes:
     """Words of a command as they go over the wire (RESP bulk strings), without the count that a command begins with."""
-    command: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]  # its stub says 1-tuple
+    command = packed_command(words)
     return command[command.index(b"\r\n") + 2 :]
 
 

@@ -58,7 +58,8 @@ class Acquirer:
                 if candidate.explored:
                     pipe.hset(keys.explored, url, candidate.explored)
             pipe.execute()
-        names = (keys.unfinished, keys.ledger("w"), keys.sessions, keys.version, keys.latency_mean, keys.explored)
+        counting = (keys.unfinished, keys.ledger("w"), keys.sessions, keys.version)
+        names = (*counting, keys.latency_mean, keys.explored, keys.load_index)
         arguments: list[str | int] = []
         numbers = itertools.count()
         for n, pool in enumerate(pools):

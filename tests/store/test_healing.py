@@ -42,7 +42,9 @@ RULES = Rules(
 )
 
 KEYS = sorted(
-    name.replace("<url>", A).replace("<worker>", "w1") for name, row in KEY_ROWS.items() if row[0] != "channel"
+    name.replace("<url>", A).replace("<worker>", "w1")
+    for name, row in KEY_ROWS.items()
+    if row[0] != "channel" and not name.startswith("load")  # made anew whenever they are not right: test_load_index.py
 )
 WRITE: dict[str, tuple[str, ...]] = {
     "string": ("SET", "x"),
@@ -412,7 +414,7 @@ async def test_a_request_that_meets_damage_is_counted_and_heals_without_a_prober
         # What a ledger said before it was lost is still in the total: the one thing that takes a recount.
         keys = worker.keys
         _, corrected = await worker.registry.run(
-            "recount_unfinished", [keys.unfinished, keys.workers, keys.ledger("w1")], ["w1"]
+            "recount_unfinished", [keys.unfinished, keys.workers, keys.load_index, keys.ledger("w1")], ["w1"]
         )
         assert corrected == (name == "unfinished:w1")
         assert totals(redis) == {A: 3}

@@ -7,6 +7,7 @@ is true of it (what it would restate); `heal` checks that this is what Redis say
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,9 @@ WINDOW = 3
 THRESHOLD = 2
 """Failures in a row that open a breaker."""
 SPEEDS = {"http://a": 1.0, "http://b": 2.0, "http://c": 1.0}
+GROUPS = (("http://a", "http://b"), ("http://c",))
+GROUP_OF = {url: number for number, group in enumerate(GROUPS) for url in group}
+MEMBERS = {url: f"{speed!r} {url}" for url, speed in SPEEDS.items()}
 
 urls = st.sampled_from(URLS)
 names = st.sampled_from(WORKERS)
@@ -94,6 +98,7 @@ class Machine(RuleBasedStateMachine):
         self.truth = {name: Truth() for name in WORKERS}
         self.generations = 0
         self.damaged = False  # somebody deleted or edited what counts
+        self.misplaced = False  # the same, since the loads were last ordered
         self.copy: tuple[Shared, dict[str, bytes]] | None = None
         self.copy_damaged = False
         client.flushall()
@@ -111,7 +116,7 @@ class Machine(RuleBasedStateMachine):
     def restate(self, worker: str, generation: int, counts: dict[str, int]) -> int:
         """The script and the model's idea of it; the code."""
         flat = [part for item in counts.items() for part in item]
-        keys = [*self.counting_keys(worker), self.keys.workers, self.keys.version]
+        keys = [*self.counting_keys(worker), self.keys.workers, self.keys.version, self.keys.load_index]
         reply = self.run("restate", keys, [worker, generation, 60_000, *flat])
         model = self.model
         registered = model.sessions.get(worker)
@@ -142,6 +147,7 @@ class Machine(RuleBasedStateMachine):
     ) -> str | None:
         """The node it was counted on, None where it was refused."""
         keys = [*self.counting_keys(worker), self.keys.version, self.keys.latency_mean, self.keys.explored]
+        keys.append(self.keys.load_index)
         said = [len(pool), *pool, *(repr(SPEEDS[url]) for url in pool), *map(repr, two)]
         reply = self.run(f"acquire_{policy}", keys, [worker, generation, version, *said])
         model = self.model
@@ -165,9 +171,18 @@ class Machine(RuleBasedStateMachine):
             model.explored[url] = model.explored.get(url, 0) + 1
         return url
 
-    def release_as(self, worker: str, generation: int, url: str, latency_s: float | None) -> int:
-        keys = [*self.counting_keys(worker), self.keys.version, self.keys.failures]
-        code, version = self.run("release", keys, [worker, generation, url, int(latency_s is not None)])
+    def release_as(
+        self, worker: str, generation: int, url: str, latency_s: float | None, off_by: int | None = None
+    ) -> int:
+        """`off_by`: of the registry version in which it looked for the node's group; None: it did not look."""
+        keys = [*self.counting_keys(worker), self.keys.version, self.keys.failures, self.keys.load_index]
+        words: list[Any] = [worker, generation, url, int(latency_s is not None)]
+        if off_by is None:
+            words.append("")
+        else:
+            keys.append(self.keys.load(GROUP_OF[url]))
+            words += [self.model.version + off_by, repr(SPEEDS[url]), MEMBERS[url]]
+        code, version = self.run("release", keys, words)
         model = self.model
         assert version == model.version
         if model.sessions.get(worker) != generation:
@@ -232,6 +247,74 @@ class Machine(RuleBasedStateMachine):
         if lost:  # nobody knows what ran: what follows such an error is a new connection
             self.join(worker)
 
+    @rule(off_by=st.sampled_from([0, 0, 0, -1, 1]))
+    def order_loads(self, off_by: int) -> None:
+        ordered = self.ordered()
+        names = [
+            self.keys.unfinished,
+            self.keys.version,
+            self.keys.load_index,
+            *map(self.keys.load, range(len(GROUPS))),
+        ]
+        words = [word for group in GROUPS for word in (len(group), *map(MEMBERS.__getitem__, group))]
+        reply = self.run("index_loads", names, [self.model.version + off_by, 600_000, *words])
+        assert reply == [2 if off_by else 8 if ordered else 0, self.model.version]
+        assert self.ordered() or off_by
+
+    def ordered(self) -> bool:
+        version = self.client.get(self.keys.load_index)
+        return version is not None and int(version) == self.model.version
+
+    @rule(
+        worker=names,
+        wanted=st.lists(st.sampled_from([(0,), (1,), (0, 1)]), min_size=1, max_size=2),
+        draw=st.sampled_from([0.0, 0.4, 0.7, 0.99]),
+        off_by=st.sampled_from([0, 0, 0, 1]),
+    )
+    def acquire_least_loaded(self, worker: str, wanted: list[tuple[int, ...]], draw: float, off_by: int) -> None:
+        """One pool for each of `wanted`, which is some groups."""
+        model, truth, ordered = self.model, self.truth[worker], self.ordered()
+        if not truth.alive:
+            return
+        flat = [number for groups in wanted for number in groups]
+        names = [*self.counting_keys(worker), self.keys.version, self.keys.load_index, *map(self.keys.load, flat)]
+        words = [word for groups in wanted for word in (len(groups), repr(draw))]
+        reply: list[Any] = self.run(
+            "acquire_least_loaded", names, [worker, truth.generation, model.version + off_by, *words]
+        )
+        if model.sessions.get(worker) != truth.generation:
+            assert reply == [1, model.version]
+        elif off_by:
+            assert reply == [2, model.version]
+        elif not ordered or reply[0] == 6:
+            assert reply == [6, model.version]
+            assert not ordered or (self.misplaced and not self.ordered())
+        else:
+            assert reply[:2] == [0, model.version]
+            chosen = [member.decode().split(" ")[1] for member in reply[2:]]
+            for groups, url in zip(wanted, chosen, strict=True):
+                loads = {u: model.unfinished.get(u, 0) / SPEEDS[u] for number in groups for u in GROUPS[number]}
+                ties = [u for u in loads if loads[u] == min(loads.values())]  # members sort as URLs within a speed
+                if not self.misplaced:
+                    in_order = sorted(ties, key=lambda u: (GROUP_OF[u], MEMBERS[u]))
+                    assert url == in_order[int(draw * len(ties))]
+            for url in chosen:
+                model.count(url, 1)
+                ledger = model.ledgers.setdefault(worker, {})
+                ledger[url] = ledger.get(url, 0) + 1
+                truth.counts[url] = truth.counts.get(url, 0) + 1
+
+    @invariant()
+    def compare_order(self) -> None:
+        """As long as the index says so, every node stands where its load is."""
+        if not self.ordered():
+            self.misplaced = self.misplaced and self.client.exists(self.keys.load_index) == 1
+        elif not self.misplaced:
+            for number, group in enumerate(GROUPS):
+                found = self.client.zrange(self.keys.load(number), 0, -1, withscores=True)
+                loads = {MEMBERS[url]: self.model.unfinished.get(url, 0) / SPEEDS[url] for url in group}
+                assert {member.decode(): score for member, score in found} == loads
+
     @rule(worker=names, pool=pools, two=draws, off_by=st.sampled_from([-1, 1]))
     def acquire_with_another_version(self, worker: str, pool: list[str], two: tuple[float, float], off_by: int) -> None:
         truth = self.truth[worker]
@@ -245,8 +328,14 @@ class Machine(RuleBasedStateMachine):
         if url is not None:
             truth.counts[url] = truth.counts.get(url, 0) + 1
 
-    @rule(worker=names, latency_s=st.sampled_from([None, 0.25, 0.5, 1.0]), sent=st.booleans(), data=st.data())
-    def release(self, worker: str, latency_s: float | None, sent: bool, data: Any) -> None:
+    @rule(
+        worker=names,
+        latency_s=st.sampled_from([None, 0.25, 0.5, 1.0]),
+        off_by=st.sampled_from([0, 0, 0, 0, None, -1, 1]),
+        sent=st.booleans(),
+        data=st.data(),
+    )
+    def release(self, worker: str, latency_s: float | None, off_by: int | None, sent: bool, data: Any) -> None:
         truth = self.truth[worker]
         if not truth.alive or not truth.counts:
             return
@@ -256,7 +345,7 @@ class Machine(RuleBasedStateMachine):
             del truth.counts[url]
         if not sent:  # Redis was away
             self.join(worker)
-        elif self.release_as(worker, truth.generation, url, latency_s) != 0:
+        elif self.release_as(worker, truth.generation, url, latency_s, off_by) != 0:
             self.renew(worker)
 
     @rule(fresh=st.dictionaries(urls, st.lists(st.sampled_from([0.25, 0.5, 1.0]), min_size=1, max_size=WINDOW)))
@@ -300,7 +389,7 @@ class Machine(RuleBasedStateMachine):
         model = self.model
         if certain and self.truth[worker].alive:
             return  # who is known to have died is dead
-        names = [*self.counting_keys(worker), self.keys.workers, self.keys.handing(worker)]
+        names = [*self.counting_keys(worker), self.keys.workers, self.keys.handing(worker), self.keys.load_index]
         reply = self.run("give_up_worker", names, [worker, "1" if certain else "0"])
         if not certain and model.leases.get(worker, False):
             assert reply == [5, 0]
@@ -341,9 +430,12 @@ class Machine(RuleBasedStateMachine):
             model.version = 0
         elif name == "nodes":
             self.forget_the_set_of_nodes()
+        elif name.startswith("load"):
+            pass
         else:
             getattr(model, name).clear()
         self.damaged |= name in ("unfinished", "workers") or name.startswith("unfinished:")
+        self.misplaced |= name == "unfinished" or name.startswith("load:")
 
     def forget_the_set_of_nodes(self) -> None:
         # Hashes without their member in the set are nobody's: away with them, here and there.
@@ -355,7 +447,7 @@ class Machine(RuleBasedStateMachine):
     def edit_a_total(self, url: str, count: int) -> None:
         self.client.hset(self.keys.unfinished, url, count)
         self.model.unfinished[url] = count
-        self.damaged = True
+        self.damaged = self.misplaced = True
 
     @rule(worker=names, url=urls, count=st.integers(1, 9))
     def edit_a_ledger(self, worker: str, url: str, count: int) -> None:
@@ -367,9 +459,8 @@ class Machine(RuleBasedStateMachine):
     def recount(self) -> None:
         model = self.model
         members = sorted(model.leases)
-        reply = self.run(
-            "recount_unfinished", [self.keys.unfinished, self.keys.workers, *map(self.keys.ledger, members)], members
-        )
+        keys = [self.keys.unfinished, self.keys.workers, self.keys.load_index]
+        reply = self.run("recount_unfinished", [*keys, *map(self.keys.ledger, members)], members)
         sums: dict[str, int] = {}
         for worker in members:
             for url, count in model.ledgers.get(worker, {}).items():
@@ -382,7 +473,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def recount_of_other_workers_than_there_are(self) -> None:
         others = sorted(self.model.leases)[:-1]
-        keys = [self.keys.unfinished, self.keys.workers]
+        keys = [self.keys.unfinished, self.keys.workers, self.keys.load_index]
         assert self.run("recount_unfinished", [*keys, *map(self.keys.ledger, others)], others) == [2, 0]
         assert self.run("recount_unfinished", [*keys, *map(self.keys.ledger, [*others, "x"])], [*others, "x"]) == [2, 0]
 
@@ -697,3 +788,70 @@ def test_the_shared_state_is_what_the_model_says_after_every_step(raw_client: re
             phases=[Phase.explicit, Phase.reuse, Phase.generate],
         ),
     )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_order_of_loads_is_right_whatever_changes_counts(raw_client: redis_client.Redis, seed: int) -> None:
+    """Steps that concern it only: among all others it would be made too seldom."""
+    machine, rng = Machine(raw_client), random.Random(seed)
+    machine.begin()
+
+    def release(off_by: int | None = 0) -> None:
+        worker = rng.choice(WORKERS)
+        truth = machine.truth[worker]
+        if not truth.alive or not truth.counts:
+            return
+        url = rng.choice(sorted(truth.counts))
+        truth.counts[url] -= 1
+        truth.counts = {url: count for url, count in truth.counts.items() if count}
+        if machine.release_as(worker, truth.generation, url, None, off_by):
+            machine.renew(worker)
+
+    def acquire() -> None:
+        wanted = rng.choice([[(0,)], [(1,)], [(0, 1)], [(0,), (1,)]])
+        machine.acquire_least_loaded(rng.choice(WORKERS), wanted, rng.choice([0.0, 0.4, 0.7, 0.99]), 0)
+
+    def acquire_by_arguments() -> None:
+        two = (rng.random(), 0.5)
+        machine.acquire(rng.choice(WORKERS), "min_expected_latency", rng.sample(URLS, 2), two, rng.random() < 0.2)
+
+    def die() -> None:
+        worker = rng.choice(WORKERS)
+        machine.crash(worker)
+        machine.give_up(worker, certain=True)
+
+    def lose_the_version_and_get_it_again() -> None:
+        """Meanwhile counts change."""
+        version = machine.model.version
+        machine.client.delete(machine.keys.version)
+        machine.model.version = 0
+        release(version)
+        machine.client.set(machine.keys.version, version)
+        machine.model.version = version
+
+    def change_the_registry() -> None:
+        machine.model.version = machine.client.incr(machine.keys.version)
+
+    seldom = [
+        change_the_registry,
+        lambda: release(rng.choice([None, -1, 1])),
+        acquire_by_arguments,
+        die,
+        lose_the_version_and_get_it_again,
+        lambda: machine.edit_a_total(rng.choice(URLS), rng.randint(1, 9)),
+        machine.recount,
+        lambda: machine.edit_a_ledger(rng.choice(WORKERS), rng.choice(URLS), rng.randint(1, 9)),
+        lambda: machine.renew(rng.choice(WORKERS)),
+        lambda: machine.join(rng.choice(WORKERS)),
+        lambda: machine.client.delete(machine.keys.load(0)) and setattr(machine, "misplaced", True),
+    ]
+    chosen = 0
+    for _ in range(1200):
+        if not machine.ordered() and rng.random() < 0.5:
+            machine.order_loads(0)
+        (rng.choice(seldom) if rng.random() < 0.15 else rng.choice([acquire, release]))()
+        machine.compare_counts()
+        machine.compare_order()
+        chosen += machine.ordered() and not machine.misplaced
+    assert chosen > 600
+    machine.heal()

@@ -529,13 +529,14 @@ async def test_the_renewal_repairs_a_ledger_that_somebody_edited(
             return all(worker.shared for worker in made)
 
         await aeventually(mended)
-        names = [made[0].keys.unfinished, made[0].keys.workers, *(made[0].keys.ledger(w.name) for w in made)]
+        names = [made[0].keys.unfinished, made[0].keys.workers, made[0].keys.load_index]
+        names += [made[0].keys.ledger(w.name) for w in made]
         await made[0].registry.run("recount_unfinished", names, ["w1", "w2"])
         assert totals(redis) == {A: 6}
 
 
 def mend(space: Space, worker: Worker) -> Callable[[], Awaitable[Any]]:
-    names = [worker.keys.unfinished, worker.keys.workers, worker.keys.ledger(worker.name)]
+    names = [worker.keys.unfinished, worker.keys.workers, worker.keys.load_index, worker.keys.ledger(worker.name)]
     return lambda: worker.registry.run("recount_unfinished", names, [worker.name])
 
 

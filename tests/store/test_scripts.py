@@ -289,7 +289,11 @@ def test_nothing_but_what_the_argument_says_is_random_or_read_from_a_clock(name:
 def test_who_writes_counts_keeps_them_from_the_append_only_file(name: str) -> None:
     text = code_of(SCRIPTS[name].text)
     off, on = "redis.set_repl(redis.REPL_REPLICA)", "redis.set_repl(redis.REPL_ALL)"
-    writes = list(re.finditer(r"redis\.call\('(?:HINCRBY|HSET|HDEL)', (?:unfinished|ledger),", text))
+    writes = list(
+        re.finditer(
+            r"redis\.call\('(?:HINCRBY|HSET|HDEL)', (?:unfinished|ledger),|'(?:ZADD|SET)', (?:load_index|KEYS)", text
+        )
+    )
     assert (off in text) == bool(writes)
     for write in writes:
         before = text[: write.start()]
@@ -410,8 +414,9 @@ def test_the_page_has_every_key_of_the_code_and_no_other() -> None:
     names = {value.removeprefix(keys.prefix) for name, value in vars(keys).items() if name != "prefix"}
     of_node = (keys.node("<url>"), keys.latency("<url>"), keys.stages("<url>"))
     names |= {name.removeprefix(keys.prefix) for name in (*of_node, keys.ledger("<worker>"), keys.handing("<worker>"))}
+    names.add(keys.load(0).removeprefix(keys.prefix).replace("0", "<group>"))
     methods = {name for name, value in vars(Keys).items() if callable(value) and not name.startswith("_")}
-    assert methods == {"node", "ledger", "latency", "stages", "handing"}, "a new kind of key"
+    assert methods == {"node", "ledger", "latency", "stages", "handing", "load"}, "a new kind of key"
     assert set(KEY_ROWS) == names
 
 
@@ -468,15 +473,19 @@ async def test_the_pages_commands_work_and_no_key_is_missing_from_it(own_redis: 
                 ):
                     ticket.release(succeeded=False)
         await aeventually(lambda: totals(space) == {url: 1} and space.cli("PUBSUB", "NUMSUB", space.key("events"))[1])
+        keys, version = worker.keys, worker.registry.snapshot.version
+        names = [keys.unfinished, keys.version, keys.load_index, keys.load(0)]
+        await worker.registry.run("index_loads", names, [version, 60_000, 1, f"1.0 {url}"])
         for key, (type_, _, example) in KEY_ROWS.items():
             words = shlex.split(ticked(example)[0])
             assert words[0] == "redis-cli"
-            full = space.key(key.replace("<url>", url).replace("<worker>", name))
+            full = space.key(key.replace("<url>", url).replace("<worker>", name).replace("<group>", "0"))
             assert full in words, f"the example for {key} shows another key"
             if type_ != "channel":
                 assert space.cli("TYPE", full) == type_.lower()
             reply: Any = space.cli(*words[1:])
             assert reply, f"{words} answered {reply!r}"
         patterns = [re.escape(key).replace("<url>", "https?://.+").replace("<worker>", r"[\w.-]+") for key in KEY_ROWS]
+        patterns.append(r"load:\d+")
         unknown = [key for key in space.key_names() if not any(re.fullmatch(p, key) for p in patterns)]
         assert unknown == []

@@ -1,0 +1,48 @@
+-- index_loads: order the nodes of a registry version by their load, group by group, for acquire_least_loaded.
+--
+-- KEYS[1]  unfinished         HASH   url -> total over all workers
+-- KEYS[2]  version            STRING registry version
+-- KEYS[3]  load_index         STRING registry version whose groups load:<group> are
+-- KEYS[4+] load:<group>       ZSET   <speed> <url> -> unfinished / speed
+-- ARGV[1]  version            of the snapshot the groups come from
+-- ARGV[2]  lifetime           ms; then they are ordered anew, whatever somebody may have done to them
+-- ARGV[3+] size, member, ...  per group: how many nodes, and each as <speed> <url>
+-- RETURN   {code, version}    code: 0 ordered, 2 snapshot is not current, 8 they are ordered already
+-- COST     O(nodes * log(nodes)) CALLER app/store/ledger.py
+local unfinished, version_key, load_index = KEYS[1], KEYS[2], KEYS[3]
+local version, lifetime_ms = ARGV[1], tonumber(ARGV[2])
+local FIRST, FIRST_GROUP, AT_ONCE = 3, 4, 400
+
+local at_once = redis.call('MGET', version_key, load_index)
+local current, ordered = at_once[1] or '0', at_once[2]
+if version ~= current then
+    return { 2, tonumber(current) or 0 }
+end
+if ordered == current then
+    return { 8, tonumber(current) or 0 }
+end
+
+-- As what they order: replicas hear of it, the append-only file does not.
+redis.set_repl(redis.REPL_REPLICA)
+local at = FIRST
+for group = FIRST_GROUP, #KEYS do
+    local size = tonumber(ARGV[at])
+    redis.call('DEL', KEYS[group])
+    for first = at + 1, at + size, AT_ONCE do
+        local speeds, urls, entries = {}, {}, {}
+        for i = first, math.min(first + AT_ONCE - 1, at + size) do
+            speeds[#speeds + 1], urls[#urls + 1] = string.match(ARGV[i], '^(%S+) (.+)$')
+        end
+        local counts = redis.call('HMGET', unfinished, unpack(urls))
+        for i = 1, #urls do
+            entries[#entries + 1] = (counts[i] or 0) / speeds[i]
+            entries[#entries + 1] = ARGV[first + i - 1]
+        end
+        redis.call('ZADD', KEYS[group], unpack(entries))
+    end
+    -- Nothing stays of a fleet that has become small; longer than what says that it is right.
+    redis.call('PEXPIRE', KEYS[group], 2 * lifetime_ms)
+    at = at + 1 + size
+end
+redis.call('SET', load_index, version, 'PX', lifetime_ms)
+return { 0, tonumber(current) or 0 }
