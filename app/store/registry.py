@@ -186,7 +186,17 @@ class Registry:
     # --- reading ----------------------------------------------------------------------------------
 
     async def refresh(self) -> None:
-        """Read the registry if its version is another than the snapshot's. Raises StoreUnavailable."""
+        """See all that was there when this was called. Raises StoreUnavailable."""
+        under_way = self._refreshing
+        if under_way is not None and not under_way.done():
+            # It may have read before the change that the caller has heard of.
+            with contextlib.suppress(StoreUnavailable):
+                await asyncio.shield(under_way)
+        await self.catch_up()
+
+    async def catch_up(self) -> None:
+        """Wait for a look, one that is under way too: for who asks again where that has seen too little. Raises
+        StoreUnavailable."""
         await asyncio.shield(self._look())
 
     def refresh_soon(self) -> None:
@@ -373,8 +383,6 @@ class Registry:
         code, version = await self._guard(lambda: self.run(script, names, arguments))
         if code == Code.DONE and version != before:
             await self.refresh()
-            if self.snapshot.version < version:  # that was a look from before the change
-                await self.refresh()
             self._tell("breaker", url, version)
         return bool(code == Code.DONE)
 
@@ -436,8 +444,6 @@ class Registry:
                 await self._restore(repair=True)
         if version != self.snapshot.version:
             await self.refresh()
-            if self.snapshot.version < version:  # that was a look from before the change
-                await self.refresh()
         if code in (Code.DONE, Code.UPDATED):
             self._tell(change, url, version)
         return Code(code)

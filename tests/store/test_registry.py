@@ -14,6 +14,7 @@ import pytest
 import redis as redis_client
 from redis.asyncio.client import PubSub
 
+from app.errors import StoreUnavailable
 from app.nodes import Node, Role, State
 from app.store.fields import node_from_fields, node_to_fields
 from app.store.keys import Keys
@@ -273,6 +274,33 @@ async def test_an_add_is_known_to_its_worker_even_if_an_older_look_was_under_way
         monkeypatch.setattr(registry, "run", run_when_looked)
         await registry.add(B, **plain())
         assert list(registry.snapshot.nodes) == [A, B]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_status_shows_what_another_worker_had_done_before_it_though_an_older_look_was_under_way(
+    redis: Space, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    async with Watcher(redis, 2) as (registry, other):
+        looked, go = asyncio.Event(), asyncio.Event()
+        real = registry._read
+
+        async def slow_read() -> Any:
+            found = await real()
+            looked.set()
+            await go.wait()
+            if fails:
+                raise StoreUnavailable("of that look")
+            return found
+
+        monkeypatch.setattr(registry, "_read", slow_read)
+        registry.refresh_soon()
+        await looked.wait()
+        monkeypatch.setattr(registry, "_read", real)
+        await other.add(A, **plain())
+        statuses = [asyncio.create_task(registry.status()) for _ in range(3)]
+        await asyncio.sleep(0)
+        go.set()
+        assert [list(status) for status in await asyncio.gather(*statuses)] == [[A]] * 3
 
 
 async def test_a_look_that_is_just_over_is_not_taken_for_one_under_way(redis: Space) -> None:
