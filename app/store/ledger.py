@@ -302,7 +302,7 @@ class Ledger:
                 return [Ticket(self, url) for url in urls]
             if code == Code.STALE:
                 try:
-                    await self._registry.refresh()
+                    await self._registry.catch_up()
                 except StoreUnavailable:
                     break
             elif code == Code.ABSENT:
@@ -484,7 +484,7 @@ class Ledger:
         command = self._releases.get((url, answered))
         if command is None:
             command = self._releases[url, answered] = self._make_release(index, url, answered)
-        self._pipeline.send(command, self._released)
+        self._pipeline.send_with_the_next(command, self._released)
 
     def _make_release(self, index: LoadIndex, url: str, answered: bool) -> bytes:
         keys = self._keys
