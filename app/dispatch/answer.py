@@ -97,7 +97,7 @@ class Answer:
     `broke` is told of a node whose answer ends before its end.
     """
 
-    __slots__ = ("_broke", "_broken", "_response", "_tickets", "headers", "status", "url")
+    __slots__ = ("_broke", "_broken", "_closed", "_response", "_tickets", "headers", "status", "url")
 
     def __init__(
         self,
@@ -109,6 +109,7 @@ class Answer:
         self.url = url
         self._broke = broke
         self._broken = False
+        self._closed = False
         self.status = response.status
         self.headers = response.headers
         self._response = response
@@ -141,8 +142,12 @@ class Answer:
 
     def close(self, outcome: Outcome) -> None:
         """End the engine's side (aborting it where it is not at its end) and release. Once, at once."""
+        if self._closed:
+            return
+        self._closed = True
         # What speaks against the node was counted when the head came: the release must not take it back.
-        answered = outcome is not Outcome.ABORTED and not self._broken and not speaks_against(self.status)
+        failed = self._broken or (self.status >= 500 and speaks_against(self.status))
+        answered = outcome is not Outcome.ABORTED and not failed
         try:
             self._response.close()
         finally:

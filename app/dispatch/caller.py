@@ -63,7 +63,6 @@ class Caller:
         self._breakers = breakers
         self.timeouts = timeouts
         self._timeouts = {
-            Leg.WHOLE: timeouts,
             Leg.PREFILL: replace(timeouts, first_byte_s=prefill_s, idle_s=prefill_s, total_s=prefill_s),
             Leg.BESIDE_PREFILL: replace(timeouts, first_byte_s=0.0),
         }
@@ -82,7 +81,7 @@ class Caller:
                 request.path,
                 self._with_key(url, request.headers),
                 request.body,
-                self._timeouts[leg],
+                self.timeouts if leg is Leg.WHOLE else self._timeouts[leg],
             )
         except asyncio.CancelledError:
             if url in self._registry.snapshot.broken:
@@ -95,7 +94,7 @@ class Caller:
             raise
         if response.status == 500:
             self._breakers.left(url)  # the node's fault or the request's: another node's answer will tell
-        elif speaks_against(response.status):
+        elif response.status > 500 and speaks_against(response.status):
             self._breakers.failed(url, response.status)
         else:
             self._breakers.answered(url)

@@ -142,7 +142,7 @@ def candidates(model: str, *roles: Role, only: str | None = None, among: Collect
     return select
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HeldNode:
     """One node that does the whole request."""
 
@@ -154,12 +154,13 @@ class HeldNode:
         return self.ticket.url
 
     async def send(self, request: EngineRequest) -> Answer:
+        url = self.ticket.url
         try:
-            response = await self.caller.send(self.url, request)
+            response = await self.caller.send(url, request)
         except BaseException:
             self.give_back()
             raise
-        return Answer(response, self.url, (self.ticket,), self.caller.broke)
+        return Answer(response, url, (self.ticket,), self.caller.broke)
 
     def give_back(self) -> None:
         self.ticket.release(succeeded=False)

@@ -64,15 +64,16 @@ BACKOFF_S = (0.05, 1.0)
 """First and longest pause between attempts to reach Redis: counts are exact again 2 s after it is back."""
 
 DONE = int(Code.DONE)
-NO_VERSION = packed("")
+CALLS_KEPT = 4096
+"""Pools whose acquire is kept in bytes: those of one registry version are bounded, retries make some of their own."""
 PACKED_DRAWS = b"$12\r\n0.%010d\r\n$12\r\n0.%010d\r\n"
 """Two numbers in [0, 1), packed."""
 
 Select = Callable[[Snapshot], Pool]
 Read = Callable[[list[Any]], list[str]]
 """The nodes that a reply of an acquire script names."""
-Question = tuple[Prepared, int, bytes, Read]
-"""What an acquire sends: the call, how many arguments it has behind the version, those packed, what reads the reply."""
+Question = tuple[Script, bytes, Read]
+"""What an acquire sends: the script, its whole call as it goes over the wire, and what reads the reply."""
 
 
 def _kind(reason: str) -> str:
@@ -173,7 +174,7 @@ class Ledger:
         self._encoders_call = Prepared(self._encoders_script, encoding, (worker,))
         # What such a call has besides, packed once too: of this connection, of a registry version, of a node.
         self._packed_generation = packed(self._generation)
-        self._asked_version = 0, packed(0)
+        self._calls: dict[Pool, bytes] = {}  # an acquire of the pool, but for the draws
         self._releases: dict[tuple[str, bool], bytes] = {}
         # Of the registry's snapshot: where nodes stand in the order of loads, since when, and calls that go by it.
         self._index = LoadIndex(keys, registry.snapshot)
@@ -253,10 +254,11 @@ class Ledger:
             One ticket per item, in order. Raises as `acquire`.
         """
 
-        def ask(pools: Sequence[Pool], _: bool) -> Question:
+        def ask(pools: Sequence[Pool], whatever_version: bool) -> Question:
             (pool,) = pools
-            read = lambda reply: [pool.urls[index - 1] for index in reply[3:]]  # noqa: E731
-            return self._encoders_call, pool.words + 1, packed(items) + pool.packed, read
+            version = None if whatever_version else pool.version
+            command = self._call(self._encoders_call, version, pool.words + 1, packed(items) + pool.packed)
+            return self._encoders_call.script, command, lambda reply: [pool.urls[index - 1] for index in reply[3:]]
 
         def locally(pools: Sequence[Pool]) -> list[str]:
             return self._assign(pools[0], items)
@@ -286,10 +288,7 @@ class Ledger:
                 await asyncio.shield(self._restated)
             if self._pipeline is None:
                 break
-            last = attempt == STALE_TRIES - 1
-            call, count, words, read = ask(pools, last)
-            version = NO_VERSION if last else self._packed_version(pools[0].version)
-            future = self._count(call, count + 2, b"".join((self._packed_generation, version, words)), read)
+            future = self._count(*ask(pools, attempt == STALE_TRIES - 1))
             try:
                 code, urls = await future
             except asyncio.CancelledError:
@@ -317,10 +316,10 @@ class Ledger:
             self._restate_soon()
         return [Ticket(self, url) for url in urls]
 
-    def _packed_version(self, version: int) -> bytes:
-        if version != self._asked_version[0]:
-            self._asked_version = version, packed(version)
-        return self._asked_version[1]
+    def _call(self, call: Prepared, version: int | None, count: int, words: bytes) -> bytes:
+        """An acquire on the wire. `version` None: whatever it is; `words`: `count` arguments behind it, packed."""
+        begun = self._packed_generation + packed("" if version is None else version)
+        return call.command(count + 2, begun + words)
 
     def _ask(self, pools: Sequence[Pool], whatever_version: bool) -> Question:
         snapshot = self._registry.snapshot
@@ -331,14 +330,21 @@ class Ledger:
                 # Chance needs nothing that is shared: Redis need not read a whole fleet for it.
                 chosen = [self._draws.choices(pool.urls, pool.speeds)[0] for pool in pools]
                 pools = [snapshot.only(url) for url in chosen]
-        draw = self._draws.random
+        draw, call = self._draws.random, self._acquire_call
         # Ten digits, always: a draw that was rounded up to 1 would be outside of what a policy takes.
-        if len(pools) == 1:
+        if len(pools) == 1 and not whatever_version:
             (pool,) = pools
-            words = pool.packed + PACKED_DRAWS % (int(draw() * 1e10), int(draw() * 1e10))
-            return self._acquire_call, pool.words + 2, words, partial(self._read, pools)
-        each = [pool.packed + PACKED_DRAWS % (int(draw() * 1e10), int(draw() * 1e10)) for pool in pools]
-        return self._acquire_call, sum(pool.words + 2 for pool in pools), b"".join(each), partial(self._read, pools)
+            begun = self._calls.get(pool)
+            if begun is None:
+                if len(self._calls) >= CALLS_KEPT:
+                    self._calls.clear()
+                begun = self._calls[pool] = self._call(call, pool.version, pool.words + 2, pool.packed)
+            command = begun + PACKED_DRAWS % (int(draw() * 1e10), int(draw() * 1e10))
+            return call.script, command, lambda reply: [pool.urls[reply[2] - 1]]
+        each = b"".join([pool.packed + PACKED_DRAWS % (int(draw() * 1e10), int(draw() * 1e10)) for pool in pools])
+        version = None if whatever_version else pools[0].version
+        command = self._call(call, version, sum(pool.words + 2 for pool in pools), each)
+        return call.script, command, partial(self._read, pools)
 
     def _ask_by_load(self, pools: Sequence[Pool]) -> Question | None:
         """For acquire_least_loaded.lua; None where each candidate has to be looked at."""
@@ -355,7 +361,7 @@ class Ledger:
             names += [keys.load(group) for of_pool in groups for group in of_pool]
             call = self._ordered_calls[groups] = Prepared(self._scripts["acquire_least_loaded"], names, (self.worker,))
         words = [word for of_pool in groups for word in (len(of_pool), repr(self._draws.random()))]
-        return call, len(words), packed(*words), self._read_members
+        return call.script, self._call(call, pools[0].version, len(words), packed(*words)), self._read_members
 
     def _read_members(self, reply: list[Any]) -> list[str]:
         return [member.split(b" ", 1)[1].decode() for member in reply[2:]]
@@ -365,6 +371,7 @@ class Ledger:
         if snapshot is not self._index.snapshot:
             self._index, self._indexed_at_s = LoadIndex(self._keys, snapshot), time.monotonic()
             self._ordered_calls.clear()
+            self._calls.clear()
             self._releases.clear()
         return self._index
 
@@ -395,51 +402,48 @@ class Ledger:
             with contextlib.suppress(StoreUnavailable):
                 await self._registry.refresh()
 
-    def _count(
-        self,
-        call: Prepared,
-        count: int,
-        words: bytes,
-        read: Read,
-    ) -> asyncio.Future[tuple[int | None, list[str]]]:
+    def _count(self, script: Script, command: bytes, read: Read) -> asyncio.Future[tuple[int | None, list[str]]]:
         """One acquire on the wire: the code, None without an answer, and what it counted."""
         future: asyncio.Future[tuple[int | None, list[str]]] = asyncio.get_running_loop().create_future()
 
+        loaded: list[bool] = []
+
         def settle(reply: Reply) -> None:
-            if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT"):
-                # Nothing ran, so sending the whole script instead is no replay. It stays in flight.
-                if self._pipeline is not None:
-                    self._pipeline.send(call.with_text(count, words), settle)
-                    return
-                reply = StoreUnavailable("Redis lost the scripts and then the connection")
-            self._acquiring -= 1
-            code = self._read_code(reply)
-            urls = read(reply) if code == DONE else []
-            for url in urls:
-                self._add(url)
-            if future.cancelled():
+            if type(reply) is not list:
+                if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT"):
+                    # Nothing ran, so sending it again is no replay. It stays in flight.
+                    if self._pipeline is not None and not loaded:
+                        loaded.append(True)
+                        self._pipeline.submit(("SCRIPT", "LOAD", script.text), _ignore)
+                        self._pipeline.send(command, settle)
+                        return
+                    reply = StoreUnavailable("Redis lost the scripts and then the connection, or does not take them")
+                self._acquiring -= 1
+                if not isinstance(reply, StoreUnavailable):
+                    self._distrust(f"Redis answered an acquire with: {reply}")
+                code, urls = None, []
+            else:
+                self._acquiring -= 1
+                code, version = reply[0], reply[1]
+                urls = read(reply) if code == DONE else []
+                for url in urls:
+                    self._add(url)
+                if code == Code.NOT_MEMBER:
+                    self._restate_soon()
+                if version != self._registry.snapshot.version:
+                    self._registry.refresh_soon()
+            if not future.done():
+                future.set_result((code, urls))
+            elif future.cancelled():
                 for url in urls:
                     self._release(url, None)
-            elif not future.done():
-                future.set_result((code, urls))
-            self._restate_if_due()
+            if self._restate_due:
+                self._restate_if_due()
 
         self._acquiring += 1
         assert self._pipeline is not None
-        self._pipeline.send(call.command(count, words), settle)
+        self._pipeline.send(command, settle)
         return future
-
-    def _read_code(self, reply: Reply) -> int | None:
-        if isinstance(reply, Exception):
-            if not isinstance(reply, StoreUnavailable):
-                self._distrust(f"Redis answered an acquire with: {reply}")
-            return None
-        code: int = reply[0]
-        if code == Code.NOT_MEMBER:
-            self._restate_soon()
-        if reply[1] != self._registry.snapshot.version:
-            self._registry.refresh_soon()
-        return code
 
     def _add(self, url: str) -> None:
         self.counts[url] = self.counts.get(url, 0) + 1
@@ -480,10 +484,11 @@ class Ledger:
             self._latencies.add(url, latency_s, self._registry.snapshot.nodes)
         if self._pipeline is None:
             return
-        index = self._load_index()  # releases of another snapshot are forgotten with it
+        if self._registry.snapshot is not self._index.snapshot:
+            self._load_index()  # what belongs to another snapshot is forgotten
         command = self._releases.get((url, answered))
         if command is None:
-            command = self._releases[url, answered] = self._make_release(index, url, answered)
+            command = self._releases[url, answered] = self._make_release(self._index, url, answered)
         self._pipeline.send_with_the_next(command, self._released)
 
     def _make_release(self, index: LoadIndex, url: str, answered: bool) -> bytes:
@@ -690,6 +695,7 @@ class Ledger:
     def _speak_as(self, generation: int) -> None:
         self._generation = generation
         self._packed_generation = packed(generation)
+        self._calls.clear()
         self._releases.clear()
 
     async def _try_to_join(self) -> None:

@@ -41,7 +41,7 @@ class LoadIndex:
         self._keys = keys
         self._groups: list[list[Node]] | None = None
         self._places: dict[str, Place] = {}
-        self._pools: dict[int, tuple[Pool, tuple[int, ...]]] = {}
+        self._pools: dict[Pool, tuple[int, ...]] = {}
 
     def __repr__(self) -> str:
         return f"<LoadIndex version={self.snapshot.version} nodes={len(self.snapshot.nodes)}>"
@@ -54,12 +54,12 @@ class LoadIndex:
     def groups(self, pool: Pool) -> tuple[int, ...]:
         """The groups that are the candidates of `pool`, none more and none less; empty if there are no such, or if
         looking at each candidate is cheaper."""
-        known = self._pools.get(id(pool))
-        if known is None or known[0] is not pool:
+        known = self._pools.get(pool)
+        if known is None:
             if len(self._pools) >= POOLS:
                 self._pools.clear()
-            known = self._pools[id(pool)] = pool, self._groups_of(pool)
-        return known[1]
+            known = self._pools[pool] = self._groups_of(pool)
+        return known
 
     def arguments(self) -> tuple[list[str], list[Argument]]:
         """KEYS and ARGV of index_loads.lua."""

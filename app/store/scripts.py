@@ -95,8 +95,7 @@ class Prepared:
         self.script = script
         self._args = len(args)
         self._words = 3 + len(keys) + len(args)
-        self._rest = packed(len(keys), *keys, *args)
-        self._by_sha = packed("EVALSHA", script.sha) + self._rest
+        self._begun = packed("EVALSHA", script.sha, len(keys), *keys, *args)
 
     def __repr__(self) -> str:
         return f"<Prepared {self.script.name}>"
@@ -105,11 +104,7 @@ class Prepared:
         """The whole EVALSHA command with `tail`, which is `count` more arguments, packed."""
         if not self.script.args.admits(self._args + count):
             raise ValueError(f"{self.script.name}.lua takes {self.script.args}, got {self._args + count}")
-        return b"*%d\r\n%b%b" % (self._words + count, self._by_sha, tail)
-
-    def with_text(self, count: int, tail: bytes) -> bytes:
-        """The same for a server that has not got the script: EVAL."""
-        return b"*%d\r\n%b%b%b" % (self._words + count, packed("EVAL", self.script.text), self._rest, tail)
+        return b"*%d\r\n%b%b" % (self._words + count, self._begun, tail)
 
 
 def lua_directory() -> Path:

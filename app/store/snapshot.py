@@ -14,7 +14,7 @@ from app.nodes import Breaker, Node, Role, State
 from app.store.scripts import Argument, packed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pool:
     """The candidates for one model and role: `urls[i]` has the effective speed `speeds[i]`.
 

@@ -533,15 +533,15 @@ async def test_an_acquire_follows_a_registry_that_keeps_changing(redis: Space, m
     """Each look at the registry is out of date by the time the acquire runs: it must still end."""
     async with Worker(redis.url, redis.namespace, "w1") as worker:
         await worker.add_ready(A)
-        refresh, looks = Registry.refresh, 0
+        catch_up, looks = Registry.catch_up, 0
 
-        async def refresh_then_change(self: Registry) -> None:
+        async def catch_up_then_change(self: Registry) -> None:
             nonlocal looks
-            await refresh(self)
+            await catch_up(self)
             looks += 1
             redis.cli("INCR", redis.key("version"))
 
-        monkeypatch.setattr(Registry, "refresh", refresh_then_change)
+        monkeypatch.setattr(Registry, "catch_up", catch_up_then_change)
         redis.cli("INCR", redis.key("version"))
         assert [ticket.url for ticket in await worker.take()] == [A]
         assert looks == 3

@@ -333,8 +333,6 @@ def test_a_prepared_call_is_the_same_on_the_wire_and_held_to_the_header(name: st
     for first in range(len(args) + 1):
         prepared, count, tail = Prepared(script, keys, args[:first]), len(args) - first, packed(*args[first:])
         assert prepared.command(count, tail) == hiredis.pack_command(script.evalsha(keys, args))  # type: ignore[arg-type]
-        whole = ("EVAL", script.text, len(keys), *keys, *args)
-        assert prepared.with_text(count, tail) == hiredis.pack_command(whole)  # type: ignore[arg-type]
         wrong = [count - 1] if script.args.open_ended else [count - 1, count + 1]
         for some in wrong if args else wrong[1:]:
             with pytest.raises(ValueError, match=rf"{name}\.lua takes"):

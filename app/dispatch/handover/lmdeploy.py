@@ -242,7 +242,7 @@ class _Migrating(Handed):
             self._figures.count("sessions_lost")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HeldDummy(HeldNode):
     """`--dummy-prefill`: decode alone, told that a prefill took place which did not."""
 
