@@ -51,6 +51,16 @@ class HalfClosed:
 
     def _is_reset(self) -> bool:
         # The event loop reads no more from such a socket, so it is asked: a reset closes both its directions.
-        poll = select.poll()
-        poll.register(self._transport.get_extra_info("socket").fileno(), 0)
-        return any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))
+        return _happens(self._transport, 0)
+
+
+def has_ended(transport: asyncio.Transport) -> bool:
+    """Whether the client has ended its side, or all: also behind bytes that nobody has read."""
+    return _happens(transport, select.POLLRDHUP)
+
+
+def _happens(transport: asyncio.Transport, events: int) -> bool:
+    """Whether one of `events` holds, or the connection has been reset."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), events)
+    return bool(poll.poll(0))

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import httptools
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from app.errors import BadRequest, EvenhandError, error_answer
 from workers.cycle import Cycle
-from workers.half_closed import HalfClosed
+from workers.half_closed import HalfClosed, has_ended
 from workers.listener import Share
 from workers.patience import Kind, Owed, Patience
 from workers.request_head import HEAD_LIMIT_BYTES, HEADERS_LIMIT, HeadTooLarge, fault_of
@@ -30,6 +30,7 @@ from workers.request_head import HEAD_LIMIT_BYTES, HEADERS_LIMIT, HeadTooLarge, 
 PIPELINED_AT_ONCE = 16  # requests of one connection that are read ahead; more wait in the socket
 # One read may hold thousands, each of them a task and a timer to come: what is beyond is not served.
 PIPELINED_AT_MOST = 256
+LOOK_EVERY_S = 0.25  # behind what is not read the client's departure shows only to those who look
 CHUNK_OVERHEAD_BYTES = 16  # that a chunk may cost without counting towards what surrounds a body
 # After a refusal what the client still sends is read and dropped for this long: a close over unread bytes is a reset,
 # which takes the refusal away from it before it was read.
@@ -44,6 +45,17 @@ class ClientTooSlow(EvenhandError):
     code = "request_timeout"
 
 
+class Flow(FlowControl):
+    """uvicorn's, which reads no further while requests that wait are enough."""
+
+    enough = False
+
+    def resume_reading(self) -> None:
+        if self.read_paused and not self.enough:
+            self.read_paused = False
+            self._transport.resume_reading()
+
+
 class Protocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol with limits on what one client may hold, an end to keep-alive while the server stops,
     and an answer to those who offer an upgrade or have ended their side of the connection.
@@ -52,6 +64,7 @@ class Protocol(HttpToolsProtocol):
     and skips the body, so such a POST would arrive empty: it is read again without the offer.
     """
 
+    flow: Flow
     _cycles: Sequence[Cycle] = ()  # running and waiting, in order
     _in_head = True
     _begun = False  # the head that is being read
@@ -63,12 +76,14 @@ class Protocol(HttpToolsProtocol):
     _idle = False  # between two requests
     _idle_since = 0.0  # time.monotonic()
     _half_closed: HalfClosed | None = None
+    _looking = False  # whether the client has left behind what is not read
     _fault: EvenhandError | None = None  # why a callback has ended the parsing
     _refusal: EvenhandError | None = None  # to be told once the answers before it are out
     _patience: Patience | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = Flow(transport)
         limit_s: float = getattr(self.server_state, "client_timeout_s", 0.0)
         self._patience = Patience(self.loop, limit_s, self._owed, self._give_up)
 
@@ -165,7 +180,7 @@ class Protocol(HttpToolsProtocol):
             return
         self.pipeline.appendleft((cycle, self.app))
         if len(waiting) >= PIPELINED_AT_ONCE:
-            self.flow.pause_reading()  # not before: an unread socket tells of no departure
+            self._read_no_further()
 
     def _start_asgi_task(self, cycle: Cycle, app: Any) -> None:  # type: ignore[override]
         self.tasks.add(self.loop.create_task(cycle.run(app, self.tasks)))
@@ -180,7 +195,10 @@ class Protocol(HttpToolsProtocol):
             return
         cycle.body += body
         if len(cycle.body) > HIGH_WATER_LIMIT:
-            self.flow.pause_reading()
+            if self.pipeline:
+                self._read_no_further()
+            else:
+                self.flow.pause_reading()  # until it is taken
         cycle.message_event.set()
 
     def on_message_complete(self) -> None:
@@ -191,6 +209,18 @@ class Protocol(HttpToolsProtocol):
         if not cycle.response_complete:
             cycle.more_body = False
             cycle.message_event.set()
+
+    def _read_no_further(self) -> None:
+        self.flow.enough = True
+        self.flow.pause_reading()
+        if not self._looking:
+            self._looking = True
+            self.loop.call_later(LOOK_EVERY_S, self._look_for_departure)
+
+    def _is_enough(self) -> bool:
+        """Whether what waits is as much as is read ahead."""
+        waiting = len(self.pipeline)
+        return waiting >= PIPELINED_AT_ONCE or (waiting > 0 and len(self.cycle.body) > HIGH_WATER_LIMIT)
 
     @property
     def _stopping(self) -> bool:
@@ -204,10 +234,26 @@ class Protocol(HttpToolsProtocol):
         Elsewhere the client counts as gone, as it does for uvicorn: in mid-body of its request or of its answer,
         and in HTTP/1.0, which has no interim answers to find out by. TLS never comes here half-closed.
         """
+        if self.cycle is None or self.cycle.more_body or not self._may_still_wait():
+            return False
+        self.cycle.keep_alive = False
+        return True
+
+    def _look_for_departure(self) -> None:
+        """The same as `eof_received` while nothing is read, which comes only behind the last byte."""
+        self._looking = self.flow.enough and self._half_closed is None and not self.transport.is_closing()
+        if not self._looking:
+            return
+        if has_ended(self.transport) and not self._may_still_wait():
+            self.transport.abort()
+        else:
+            self.loop.call_later(LOOK_EVERY_S, self._look_for_departure)
+
+    def _may_still_wait(self) -> bool:
+        """Whether a client that has ended its side can be there; from now on it is asked."""
+        if self.scheme == "https" or not self._may_send_interim():
+            return False
         if self._half_closed is None:
-            if self.scheme == "https" or not self._may_send_interim() or self.cycle.more_body:
-                return False
-            self.cycle.keep_alive = False
             self._half_closed = HalfClosed(self.loop, self.transport, self._may_send_interim)
         return True
 
@@ -237,14 +283,15 @@ class Protocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
         if not self.transport.is_closing():
-            self.flow.resume_reading()
             if self.pipeline:
                 cycle, app = self.pipeline.pop()
+                self.flow.enough = self._is_enough()
                 self._start_asgi_task(cast(Cycle, cycle), app)
             else:
                 self._idle, self._idle_since = True, time.monotonic()
                 if self.timeout_keep_alive_task is None:
                     self._wait_for_next_request(self.timeout_keep_alive)
+            self.flow.resume_reading()
         if self._refusal is not None:
             self._refuse_in_turn()
 
@@ -322,6 +369,7 @@ class Protocol(HttpToolsProtocol):
         """
         if self._refusal is None and not self.transport.is_closing():
             self._refusal = error
+            self.flow.enough = False
             self.flow.resume_reading()  # what still comes is dropped
             self._refuse_in_turn()
 
