@@ -69,6 +69,7 @@ class Cycle(RequestResponseCycle):
     def depart(self) -> None:
         """The client has left."""
         self.disconnected = True
+        self.waiting_for_100_continue = False  # uvicorn would still ask for its body
         self.message_event.set()
         gone, self._gone = self._gone, None
         if gone is not None:

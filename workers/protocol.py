@@ -20,7 +20,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from app.errors import BadRequest, EvenhandError, error_answer
+from app.errors import BadRequest, EvenhandError, ShuttingDown, error_answer
 from workers.cycle import Cycle
 from workers.half_closed import HalfClosed, has_ended
 from workers.listener import Share
@@ -209,6 +209,8 @@ class Protocol(HttpToolsProtocol):
         if not cycle.response_complete:
             cycle.more_body = False
             cycle.message_event.set()
+        else:
+            self._be_idle()  # the answer, a refusal, did not wait for this
 
     def _read_no_further(self) -> None:
         self.flow.enough = True
@@ -234,6 +236,8 @@ class Protocol(HttpToolsProtocol):
         Elsewhere the client counts as gone, as it does for uvicorn: in mid-body of its request or of its answer,
         and in HTTP/1.0, which has no interim answers to find out by. TLS never comes here half-closed.
         """
+        if self._refusal is not None:  # which ends the connection, behind the answers before it
+            return self._may_still_wait()
         if self.cycle is None or self.cycle.more_body or not self._may_still_wait():
             return False
         self.cycle.keep_alive = False
@@ -261,8 +265,10 @@ class Protocol(HttpToolsProtocol):
         return next((cycle for cycle in self._cycles if not cycle.response_complete), None)
 
     def _may_send_interim(self) -> bool:
-        running = self._running()
-        return running is not None and not running.response_started and running.scope["http_version"] == "1.1"
+        cycle = self._running()
+        if cycle is None or cycle.disconnected or cycle.response_started:
+            return False
+        return bool(cycle.scope["http_version"] == "1.1")
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._patience is not None:
@@ -288,12 +294,16 @@ class Protocol(HttpToolsProtocol):
                 self.flow.enough = self._is_enough()
                 self._start_asgi_task(cast(Cycle, cycle), app)
             else:
-                self._idle, self._idle_since = True, time.monotonic()
-                if self.timeout_keep_alive_task is None:
-                    self._wait_for_next_request(self.timeout_keep_alive)
-            self.flow.resume_reading()
+                self._be_idle()
+            if self.flow.read_paused:
+                self.flow.resume_reading()
         if self._refusal is not None:
             self._refuse_in_turn()
+
+    def _be_idle(self) -> None:
+        self._idle, self._idle_since = True, time.monotonic()
+        if self.timeout_keep_alive_task is None:
+            self._wait_for_next_request(self.timeout_keep_alive)
 
     def _wait_for_next_request(self, seconds: float) -> None:
         # Not moved by each request, which would cost it a timer: looked at when its time has come.
@@ -301,7 +311,8 @@ class Protocol(HttpToolsProtocol):
 
     def _look_whether_idle(self) -> None:
         self.timeout_keep_alive_task = None
-        if not self._idle:
+        # Not by `_idle`: an empty line behind an answer ends that, and begins nothing.
+        if self._begun or not self._in_head or self._running() is not None:
             return  # the end of what runs starts it again
         left_s = self._idle_since + self.timeout_keep_alive - time.monotonic()
         if left_s > 0:
@@ -309,11 +320,20 @@ class Protocol(HttpToolsProtocol):
         elif not self.transport.is_closing():
             self.transport.close()
 
-    def wind_down(self, *, idle_before: float) -> None:
-        """Let this connection end with the answer that runs on it; what runs is not touched."""
+    def wind_down(self, *, idle_before: float, heads: bool) -> None:
+        """Let this connection end with the answer that runs on it; what runs is not touched.
+
+        Args:
+            heads: whether what has begun to be a request, and is none yet, ends too.
+        """
+        if self._refusal is not None:
+            return  # it ends the connection, and closed at once it would be lost
         if self.cycle is None or self.cycle.response_complete:
-            if self._idle_since <= idle_before:
-                self.transport.close()
+            if not self._begun:
+                if self._idle_since <= idle_before:
+                    self.transport.close()
+            elif heads:
+                self._refuse(ShuttingDown("This worker is stopping"))
         elif not self.cycle.response_started:
             # The client reads `Connection: close`. Once the head is out it can't, and a close right after the
             # body would race with its next request: such a connection is closed when it has been idle.

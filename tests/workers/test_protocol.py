@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -34,9 +35,11 @@ async def answer(send: Any, body: bytes = b"hi") -> None:
 
 async def reading(scope: Any, receive: Any, send: Any) -> None:
     """An app that answers when it has the whole body."""
-    while (await receive())["more_body"]:
-        pass
-    await answer(send)
+    more = True
+    while more:
+        more = (message := await receive()).get("more_body", False)
+    if message["type"] != "http.disconnect":
+        await answer(send)
 
 
 def post(body: bytes, *lines: bytes) -> bytes:
@@ -77,3 +80,80 @@ async def test_no_more_is_read_ahead_however_many_answers_are_out(size: int) -> 
     assert most <= PIPELINED_AT_ONCE * 65536 + 2 * READ_REQUESTS * size
     protocol.connection_lost(None)
     await until(lambda: not state.tasks)
+
+
+# --- idle connections
+
+
+async def unread(scope: Any, receive: Any, send: Any) -> None:
+    """An app that answers without a look at the body."""
+    await answer(send)
+
+
+BEHIND = {
+    "nothing": (post(b""), []),
+    "empty lines": (post(b""), [b"\r\n", b"\n\r\n"]),
+    "the rest of a body that was not waited for": (post(b"12345")[:-3], [b"3", b"45"]),
+    "a body that was not waited for, later than the limit": (post(b"12345")[:-3], [b"", b"345"]),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+async def test_whatever_comes_behind_the_last_answer_it_is_idle_then(name: str) -> None:
+    protocol, transport, state = connected(unread)
+    protocol.timeout_keep_alive = limit_s = 0.1  # type: ignore[assignment]
+    request, pieces = BEHIND[name]
+    protocol.data_received(request)
+    await asyncio.gather(*state.tasks)
+    for piece in pieces:
+        if piece:
+            protocol.data_received(piece)
+        else:
+            await asyncio.sleep(2 * limit_s)
+        assert not transport.closing
+    await until(lambda: transport.closing, 10 * limit_s)
+    protocol.connection_lost(None)
+
+
+@pytest.mark.parametrize("what", ["a head", "a body", "an answer"])
+async def test_what_has_begun_is_not_idle(what: str) -> None:
+    ends = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if transport.written:
+            await ends.wait()
+        await reading(scope, receive, send)
+
+    protocol, transport, state = connected(app)
+    protocol.timeout_keep_alive = limit_s = 0.1  # type: ignore[assignment]
+    protocol.data_received(post(b""))
+    await asyncio.gather(*state.tasks)
+    request = post(b"12345")
+    cut = {"a head": 9, "a body": len(request) - 2, "an answer": len(request)}[what]
+    protocol.data_received(request[:cut])
+    await asyncio.sleep(2 * limit_s)
+    assert not transport.closing
+    ends.set()
+    if cut < len(request):
+        protocol.data_received(request[cut:])
+    await asyncio.gather(*state.tasks)
+    assert transport.written.count(b"HTTP/1.1 200") == 2
+    await until(lambda: transport.closing, 10 * limit_s)
+    protocol.connection_lost(None)
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize("before", [b"", post(b"")])
+async def test_a_body_that_is_broken_is_not_asked_for(before: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    protocol, transport, state = connected(reading)
+    broken = b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
+    protocol.data_received(before + broken)
+    await asyncio.gather(*state.tasks)
+    await until(lambda: transport.ended and not state.tasks)
+    assert b"100 Continue" not in transport.written
+    assert transport.written.count(b"HTTP/1.1 400 ") == 1
+    assert transport.written.count(b"HTTP/1.1 ") == (2 if before else 1)
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+    protocol.connection_lost(None)
