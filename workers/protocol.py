@@ -84,6 +84,8 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = Flow(transport)
+        if self.scheme == "https":
+            transport.set_write_buffer_limits(HIGH_WATER_LIMIT)  # as without TLS, which is not the event loop's default
         limit_s: float = getattr(self.server_state, "client_timeout_s", 0.0)
         self._patience = Patience(self.loop, limit_s, self._owed, self._give_up)
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import trustme
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.server import ServerState
 
+from app.http.ports import WIRE
 from tests.http.fakes import until
 from tests.http.in_process import ClientSide
 from workers.protocol import PIPELINED_AT_ONCE, Protocol
@@ -80,6 +84,37 @@ async def test_no_more_is_read_ahead_however_many_answers_are_out(size: int) -> 
     assert most <= PIPELINED_AT_ONCE * 65536 + 2 * READ_REQUESTS * size
     protocol.connection_lost(None)
     await until(lambda: not state.tasks)
+
+
+# --- slow readers
+
+
+async def test_over_tls_no_more_waits_for_a_client_than_without() -> None:
+    """The event loop's own limit for it is eight times as high."""
+    full = asyncio.get_running_loop().create_future()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        wire = scope["extensions"][WIRE]
+        wire.start(200, [])
+        while wire.write(b"x" * 8192, more=True):
+            await asyncio.sleep(0)
+        full.set_result(wire.transport.get_write_buffer_size())
+
+    authority = trustme.CA()
+    server_side, client_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("localhost").configure_cert(server_side)
+    authority.configure_trust(client_side)
+    config = Config(app=app, http=Protocol, lifespan="off", log_config=None)
+    config.load()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Protocol(config=config, server_state=ServerState(), app_state={}), "localhost", 0, ssl=server_side
+    )
+    port = server.sockets[0].getsockname()[1]
+    _, writer = await asyncio.open_connection("localhost", port, ssl=client_side, limit=1024)
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert await asyncio.wait_for(full, 10) < 2 * HIGH_WATER_LIMIT
+    writer.transport.abort()
+    server.close()
 
 
 # --- idle connections
