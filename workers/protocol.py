@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from app.errors import BadRequest, EvenhandError, ShuttingDown, error_answer
 from workers.cycle import Cycle
-from workers.half_closed import HalfClosed, has_ended
+from workers.half_closed import HalfClosed, has_ended, may_have_ended
 from workers.listener import Share
 from workers.patience import Kind, Owed, Patience
 from workers.request_head import HEAD_LIMIT_BYTES, HEADERS_LIMIT, HeadTooLarge, fault_of
@@ -76,6 +76,7 @@ class Protocol(HttpToolsProtocol):
     _idle = False  # between two requests
     _idle_since = 0.0  # time.monotonic()
     _half_closed: HalfClosed | None = None
+    _said_all = False  # the client has ended its side
     _looking = False  # whether the client has left behind what is not read
     _fault: EvenhandError | None = None  # why a callback has ended the parsing
     _refusal: EvenhandError | None = None  # to be told once the answers before it are out
@@ -238,30 +239,40 @@ class Protocol(HttpToolsProtocol):
         Elsewhere the client counts as gone, as it does for uvicorn: in mid-body of its request or of its answer,
         and in HTTP/1.0, which has no interim answers to find out by. TLS never comes here half-closed.
         """
-        if self._refusal is not None:  # which ends the connection, behind the answers before it
-            return self._may_still_wait()
-        if self.cycle is None or self.cycle.more_body or not self._may_still_wait():
+        if self.scheme == "https" or not self._may_send_interim():
             return False
-        self.cycle.keep_alive = False
+        if self._refusal is None:  # which ends the connection, behind the answers before it
+            if self.cycle.more_body:
+                return False
+            self.cycle.keep_alive = False
+        self._said_all = True
+        self._find_out()
         return True
 
     def _look_for_departure(self) -> None:
-        """The same as `eof_received` while nothing is read, which comes only behind the last byte."""
+        """What `eof_received` does, while nothing is read: it comes only behind the last byte."""
         self._looking = self.flow.enough and self._half_closed is None and not self.transport.is_closing()
         if not self._looking:
             return
-        if has_ended(self.transport) and not self._may_still_wait():
+        ended, may_ask = has_ended(self.transport), self._may_send_interim()
+        if ended and (self.scheme == "https" or not may_ask):
             self.transport.abort()
-        else:
-            self.loop.call_later(LOOK_EVERY_S, self._look_for_departure)
+            return
+        if may_ask and (ended or may_have_ended(self.transport)):
+            self._find_out()
+        self.loop.call_later(LOOK_EVERY_S, self._look_for_departure)
 
-    def _may_still_wait(self) -> bool:
-        """Whether a client that has ended its side can be there; from now on it is asked."""
-        if self.scheme == "https" or not self._may_send_interim():
-            return False
+    def _find_out(self) -> None:
         if self._half_closed is None:
-            self._half_closed = HalfClosed(self.loop, self.transport, self._may_send_interim)
-        return True
+            self._half_closed = HalfClosed(
+                self.loop, self.transport, may_probe=self._may_send_interim, in_doubt=self._is_in_doubt
+            )
+
+    def _is_in_doubt(self) -> bool:
+        if self._said_all or self.flow.enough:
+            return True
+        self._half_closed = None  # it is there, and what it sends is read again
+        return False
 
     def _running(self) -> Cycle | None:
         return next((cycle for cycle in self._cycles if not cycle.response_complete), None)

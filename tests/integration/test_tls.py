@@ -162,7 +162,7 @@ def test_r39_a_client_that_leaves_over_tls_is_noticed(deployment: Deployment, en
     assert record.aborted_s - left_s < 1
 
 
-@pytest.mark.parametrize("behind", [0, 500_000, 5_000_000])
+@pytest.mark.parametrize("behind", [0, 400_000, 20_000_000])
 def test_r39_a_client_that_leaves_behind_what_nobody_reads_is_noticed_over_tls(
     deployment: Deployment, engine: SimulatedEngine, behind: int
 ) -> None:
@@ -172,6 +172,8 @@ def test_r39_a_client_that_leaves_behind_what_nobody_reads_is_noticed_over_tls(
         s.sendall(raw_post([*lines, f"Content-Length: {len(chat_body())}"], chat_body()))
         eventually(lambda: engine.in_flight == 1, within_s=5)
         s.settimeout(0.3)
+        with contextlib.suppress(TimeoutError):
+            s.recv(1)  # the session tickets: a close before they are read would be a reset
         with contextlib.suppress(TimeoutError):
             s.sendall(raw_post([*lines, f"Content-Length: {behind}"], b" " * behind))
     eventually(lambda: engine.in_flight == 0, within_s=1)
