@@ -20,7 +20,9 @@ from app.http.ports import WIRE
 if TYPE_CHECKING:
     from workers.protocol import Protocol
 
-JOIN_LIMIT_BYTES = 64 * 1024  # up to here copying a body behind its head costs less than a second write
+# Up to here copying what is written behind its head costs less than a second write. A larger copy would also be held,
+# beside what it is of, for as long as a client does not take it.
+JOIN_LIMIT_BYTES = 64 * 1024
 
 
 class Cycle(RequestResponseCycle):
@@ -69,6 +71,7 @@ class Cycle(RequestResponseCycle):
     def depart(self) -> None:
         """The client has left."""
         self.disconnected = True
+        self.waiting_for_100_continue = False  # uvicorn would still ask for its body
         self.message_event.set()
         gone, self._gone = self._gone, None
         if gone is not None:
@@ -120,7 +123,13 @@ class Cycle(RequestResponseCycle):
             data = head
         elif self.chunked_encoding:
             end = b"" if more else b"0\r\n\r\n"
-            data = b"%b%x\r\n%b\r\n%b" % (head, len(data), data, end) if data else head + end
+            size = len(data)
+            if size > JOIN_LIMIT_BYTES:
+                self.transport.write(b"%b%x\r\n" % (head, size))
+                self.transport.write(data)
+                data = b"\r\n" + end
+            else:
+                data = b"%b%x\r\n%b\r\n%b" % (head, size, data, end) if size else head + end
         else:
             if not self._until_close:
                 if len(data) > self.expected_content_length:

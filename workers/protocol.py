@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import httptools
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from app.errors import BadRequest, EvenhandError, error_answer
+from app.errors import BadRequest, EvenhandError, ShuttingDown, error_answer
 from workers.cycle import Cycle
-from workers.half_closed import HalfClosed
+from workers.half_closed import HalfClosed, has_ended, may_have_ended
 from workers.listener import Share
 from workers.patience import Kind, Owed, Patience
 from workers.request_head import HEAD_LIMIT_BYTES, HEADERS_LIMIT, HeadTooLarge, fault_of
@@ -30,6 +30,7 @@ from workers.request_head import HEAD_LIMIT_BYTES, HEADERS_LIMIT, HeadTooLarge, 
 PIPELINED_AT_ONCE = 16  # requests of one connection that are read ahead; more wait in the socket
 # One read may hold thousands, each of them a task and a timer to come: what is beyond is not served.
 PIPELINED_AT_MOST = 256
+LOOK_EVERY_S = 0.25  # behind what is not read the client's departure shows only to those who look
 CHUNK_OVERHEAD_BYTES = 16  # that a chunk may cost without counting towards what surrounds a body
 # After a refusal what the client still sends is read and dropped for this long: a close over unread bytes is a reset,
 # which takes the refusal away from it before it was read.
@@ -44,6 +45,17 @@ class ClientTooSlow(EvenhandError):
     code = "request_timeout"
 
 
+class Flow(FlowControl):
+    """uvicorn's, which reads no further while requests that wait are enough."""
+
+    enough = False
+
+    def resume_reading(self) -> None:
+        if self.read_paused and not self.enough:
+            self.read_paused = False
+            self._transport.resume_reading()
+
+
 class Protocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol with limits on what one client may hold, an end to keep-alive while the server stops,
     and an answer to those who offer an upgrade or have ended their side of the connection.
@@ -52,6 +64,7 @@ class Protocol(HttpToolsProtocol):
     and skips the body, so such a POST would arrive empty: it is read again without the offer.
     """
 
+    flow: Flow
     _cycles: Sequence[Cycle] = ()  # running and waiting, in order
     _in_head = True
     _begun = False  # the head that is being read
@@ -63,12 +76,17 @@ class Protocol(HttpToolsProtocol):
     _idle = False  # between two requests
     _idle_since = 0.0  # time.monotonic()
     _half_closed: HalfClosed | None = None
+    _said_all = False  # the client has ended its side
+    _looking = False  # whether the client has left behind what is not read
     _fault: EvenhandError | None = None  # why a callback has ended the parsing
     _refusal: EvenhandError | None = None  # to be told once the answers before it are out
     _patience: Patience | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = Flow(transport)
+        if self.scheme == "https":
+            transport.set_write_buffer_limits(HIGH_WATER_LIMIT)  # as without TLS, which is not the event loop's default
         limit_s: float = getattr(self.server_state, "client_timeout_s", 0.0)
         self._patience = Patience(self.loop, limit_s, self._owed, self._give_up)
 
@@ -165,7 +183,7 @@ class Protocol(HttpToolsProtocol):
             return
         self.pipeline.appendleft((cycle, self.app))
         if len(waiting) >= PIPELINED_AT_ONCE:
-            self.flow.pause_reading()  # not before: an unread socket tells of no departure
+            self._read_no_further()
 
     def _start_asgi_task(self, cycle: Cycle, app: Any) -> None:  # type: ignore[override]
         self.tasks.add(self.loop.create_task(cycle.run(app, self.tasks)))
@@ -180,7 +198,10 @@ class Protocol(HttpToolsProtocol):
             return
         cycle.body += body
         if len(cycle.body) > HIGH_WATER_LIMIT:
-            self.flow.pause_reading()
+            if self.pipeline:
+                self._read_no_further()
+            else:
+                self.flow.pause_reading()  # until it is taken
         cycle.message_event.set()
 
     def on_message_complete(self) -> None:
@@ -191,6 +212,20 @@ class Protocol(HttpToolsProtocol):
         if not cycle.response_complete:
             cycle.more_body = False
             cycle.message_event.set()
+        else:
+            self._be_idle()  # the answer, a refusal, did not wait for this
+
+    def _read_no_further(self) -> None:
+        self.flow.enough = True
+        self.flow.pause_reading()
+        if not self._looking:
+            self._looking = True
+            self.loop.call_later(LOOK_EVERY_S, self._look_for_departure)
+
+    def _is_enough(self) -> bool:
+        """Whether what waits is as much as is read ahead."""
+        waiting = len(self.pipeline)
+        return waiting >= PIPELINED_AT_ONCE or (waiting > 0 and len(self.cycle.body) > HIGH_WATER_LIMIT)
 
     @property
     def _stopping(self) -> bool:
@@ -204,19 +239,49 @@ class Protocol(HttpToolsProtocol):
         Elsewhere the client counts as gone, as it does for uvicorn: in mid-body of its request or of its answer,
         and in HTTP/1.0, which has no interim answers to find out by. TLS never comes here half-closed.
         """
-        if self._half_closed is None:
-            if self.scheme == "https" or not self._may_send_interim() or self.cycle.more_body:
+        if self.scheme == "https" or not self._may_send_interim():
+            return False
+        if self._refusal is None:  # which ends the connection, behind the answers before it
+            if self.cycle.more_body:
                 return False
             self.cycle.keep_alive = False
-            self._half_closed = HalfClosed(self.loop, self.transport, self._may_send_interim)
+        self._said_all = True
+        self._find_out()
         return True
+
+    def _look_for_departure(self) -> None:
+        """What `eof_received` does, while nothing is read: it comes only behind the last byte."""
+        self._looking = self.flow.enough and self._half_closed is None and not self.transport.is_closing()
+        if not self._looking:
+            return
+        ended, may_ask = has_ended(self.transport), self._may_send_interim()
+        if ended and (self.scheme == "https" or not may_ask):
+            self.transport.abort()
+            return
+        if may_ask and (ended or may_have_ended(self.transport)):
+            self._find_out()
+        self.loop.call_later(LOOK_EVERY_S, self._look_for_departure)
+
+    def _find_out(self) -> None:
+        if self._half_closed is None:
+            self._half_closed = HalfClosed(
+                self.loop, self.transport, may_probe=self._may_send_interim, in_doubt=self._is_in_doubt
+            )
+
+    def _is_in_doubt(self) -> bool:
+        if self._said_all or self.flow.enough:
+            return True
+        self._half_closed = None  # it is there, and what it sends is read again
+        return False
 
     def _running(self) -> Cycle | None:
         return next((cycle for cycle in self._cycles if not cycle.response_complete), None)
 
     def _may_send_interim(self) -> bool:
-        running = self._running()
-        return running is not None and not running.response_started and running.scope["http_version"] == "1.1"
+        cycle = self._running()
+        if cycle is None or cycle.disconnected or cycle.response_started:
+            return False
+        return bool(cycle.scope["http_version"] == "1.1")
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._patience is not None:
@@ -237,16 +302,21 @@ class Protocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
         if not self.transport.is_closing():
-            self.flow.resume_reading()
             if self.pipeline:
                 cycle, app = self.pipeline.pop()
+                self.flow.enough = self._is_enough()
                 self._start_asgi_task(cast(Cycle, cycle), app)
             else:
-                self._idle, self._idle_since = True, time.monotonic()
-                if self.timeout_keep_alive_task is None:
-                    self._wait_for_next_request(self.timeout_keep_alive)
+                self._be_idle()
+            if self.flow.read_paused:
+                self.flow.resume_reading()
         if self._refusal is not None:
             self._refuse_in_turn()
+
+    def _be_idle(self) -> None:
+        self._idle, self._idle_since = True, time.monotonic()
+        if self.timeout_keep_alive_task is None:
+            self._wait_for_next_request(self.timeout_keep_alive)
 
     def _wait_for_next_request(self, seconds: float) -> None:
         # Not moved by each request, which would cost it a timer: looked at when its time has come.
@@ -254,7 +324,8 @@ class Protocol(HttpToolsProtocol):
 
     def _look_whether_idle(self) -> None:
         self.timeout_keep_alive_task = None
-        if not self._idle:
+        # Not by `_idle`: an empty line behind an answer ends that, and begins nothing.
+        if self._begun or not self._in_head or self._running() is not None:
             return  # the end of what runs starts it again
         left_s = self._idle_since + self.timeout_keep_alive - time.monotonic()
         if left_s > 0:
@@ -262,11 +333,20 @@ class Protocol(HttpToolsProtocol):
         elif not self.transport.is_closing():
             self.transport.close()
 
-    def wind_down(self, *, idle_before: float) -> None:
-        """Let this connection end with the answer that runs on it; what runs is not touched."""
+    def wind_down(self, *, idle_before: float, heads: bool) -> None:
+        """Let this connection end with the answer that runs on it; what runs is not touched.
+
+        Args:
+            heads: whether what has begun to be a request, and is none yet, ends too.
+        """
+        if self._refusal is not None:
+            return  # it ends the connection, and closed at once it would be lost
         if self.cycle is None or self.cycle.response_complete:
-            if self._idle_since <= idle_before:
-                self.transport.close()
+            if not self._begun:
+                if self._idle_since <= idle_before:
+                    self.transport.close()
+            elif heads:
+                self._refuse(ShuttingDown("This worker is stopping"))
         elif not self.cycle.response_started:
             # The client reads `Connection: close`. Once the head is out it can't, and a close right after the
             # body would race with its next request: such a connection is closed when it has been idle.
@@ -322,6 +402,7 @@ class Protocol(HttpToolsProtocol):
         """
         if self._refusal is None and not self.transport.is_closing():
             self._refusal = error
+            self.flow.enough = False
             self.flow.resume_reading()  # what still comes is dropped
             self._refuse_in_turn()
 

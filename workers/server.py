@@ -40,6 +40,7 @@ POLL_S = 0.05
 # An idle keep-alive connection may have a request under way to us. Kept open for this long, the request is
 # answered with `Connection: close`; closed at once, it would be a reset that the client can't tell from a crash.
 IDLE_LINGER_S = 0.5
+HEAD_LINGER_S = 5.0  # half a head gets this long for its rest; then its client is told that it was not read
 QUICK_GRACE_S = 1.0  # after SIGQUIT or SIGINT; gunicorn's master kills 2 s after asking
 # The app ends its streams a second before its deadline, so that is a second later than the grace time.
 LAST_WORDS_S = 1.0
@@ -115,10 +116,12 @@ class GracefulServer(Server):
             if now >= self._due:
                 break
             # In a quick stop nothing lingers.
-            linger_s = IDLE_LINGER_S if self._due - began > QUICK_GRACE_S else 0.0
+            quick = self._due - began <= QUICK_GRACE_S
+            linger_s, head_linger_s = (0.0, 0.0) if quick else (IDLE_LINGER_S, HEAD_LINGER_S)
             if now - began >= linger_s:
+                heads = now - began >= head_linger_s
                 for connection in list(state.connections):
-                    connection.wind_down(idle_before=now - linger_s)  # type: ignore[union-attr]
+                    connection.wind_down(idle_before=now - linger_s, heads=heads)  # type: ignore[union-attr]
             await asyncio.sleep(POLL_S)
         if state.tasks:
             logger.error("%d request(s) did not end within the grace time: cancelled", len(state.tasks))

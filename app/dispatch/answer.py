@@ -66,26 +66,29 @@ def with_length(headers: Headers, length: int) -> Headers:
 
 
 class Begun:
-    """A response of which the first bytes have been read here already; they are read again from here."""
+    """A response of which the `first` bytes have been read here already; until they are read again from here."""
 
-    __slots__ = ("_response", "_unread", "first", "headers", "status")
+    __slots__ = ("_response", "first", "headers", "status")
 
     def __init__(self, response: Response, first: bytes) -> None:
         self.status = response.status
         self.headers = response.headers
         self._response = response
-        self.first = self._unread = first
+        self.first = first
 
     async def read(self) -> bytes:
-        unread, self._unread = self._unread, b""
-        return unread or await self._response.read()
+        return self._take() or await self._response.read()
 
     async def pipe(self, sink: Sink, drain: Drain) -> None:
         """As `Answer.pipe`."""
-        unread, self._unread = self._unread, b""
-        if unread and not sink(unread):
+        if self.first and not sink(self._take()):
             await drain()
         await pipe(self._response, sink, drain)
+
+    def _take(self) -> bytes:
+        # An answer that takes an hour must not keep how it began: of one that can't be put right that is 64 MB.
+        first, self.first = self.first, b""
+        return first
 
     def close(self) -> None:
         self._response.close()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import struct
+
+import pytest
 
 from tests.integration.serving import SharedDeployment
 from tests.support.deployment import Deployment
@@ -29,6 +33,63 @@ def test_a_pipelined_client_that_leaves_frees_the_engine(deployment: Deployment,
         client.close()
         eventually(lambda: engine.in_flight == 0, within_s=1)
         eventually(lambda: deployment.unfinished() == {engine.url: 0}, within_s=2)
+
+
+def large(size: int) -> bytes:
+    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size + b" " * size
+
+
+NO_LINGER = struct.pack("ii", 1, 0)  # close() is a reset
+BEHIND = {
+    "many requests": (b"1.1", REQUEST.replace(b"Host: x", b"Host: x\r\nX: " + b"x" * 9000) * 60),
+    "a body": (b"1.1", large(400_000)),
+    "a body that the system has no room for": (b"1.1", large(20_000_000)),
+    "a body behind a request that can't be asked": (b"1.0", large(400_000)),
+    "a body beyond all room behind a request that can't be asked": (b"1.0", large(20_000_000)),
+}
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("name", BEHIND)
+def test_a_client_that_leaves_behind_what_nobody_reads_frees_the_engine(
+    deployment: Deployment, engine: SimulatedEngine, name: str, reset: bool
+) -> None:
+    version, behind = BEHIND[name]
+    engine.set(ttft_s=30)
+    client = socket.create_connection(("127.0.0.1", deployment.port))
+    client.sendall(REQUEST.replace(b"HTTP/1.1", b"HTTP/" + version))
+    eventually(lambda: engine.in_flight == 1, within_s=5)
+    client.settimeout(0.3)
+    with contextlib.suppress(TimeoutError):
+        client.sendall(behind)
+    if reset:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+    client.close()
+    eventually(lambda: engine.in_flight == 0, within_s=1)
+    eventually(lambda: deployment.unfinished() == {engine.url: 0}, within_s=2)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(("count", "size"), [(40, 100), (40, 20_000), (8, 100_000)])
+def test_a_client_that_is_still_there_behind_what_nobody_reads_gets_all_its_answers(
+    deployment: Deployment, engine: SimulatedEngine, count: int, size: int, ends: bool
+) -> None:
+    body = b'{"model":"sim","messages":[],"user":"%s"}' % (b"x" * size)
+    request = REQUEST[: REQUEST.index(b"Content-Length")] + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    engine.set(ttft_s=0.6)  # of the first: until then nobody reads, and it is looked whether the client has left
+    with socket.create_connection(("127.0.0.1", deployment.port)) as client:
+        client.settimeout(10)
+        client.sendall(request * count)
+        if ends:
+            client.shutdown(socket.SHUT_WR)
+        eventually(lambda: engine.in_flight == 1, within_s=5)
+        engine.set(ttft_s=0)
+        came = b""
+        while came.count(b"HTTP/1.1 200") < count:
+            data = client.recv(65536)
+            assert data
+            came += data
+    assert len(engine.requests) == count
 
 
 def test_pipelined_requests_are_answered_in_order(deployment: Deployment, engine: SimulatedEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import secrets
 import ssl
@@ -159,6 +160,23 @@ def test_r39_a_client_that_leaves_over_tls_is_noticed(deployment: Deployment, en
     (record,) = eventually(lambda: engine.aborts, within_s=1.5)
     assert record.aborted_s is not None
     assert record.aborted_s - left_s < 1
+
+
+@pytest.mark.parametrize("behind", [0, 400_000, 20_000_000])
+def test_r39_a_client_that_leaves_behind_what_nobody_reads_is_noticed_over_tls(
+    deployment: Deployment, engine: SimulatedEngine, behind: int
+) -> None:
+    engine.set(ttft_s=30)
+    lines = ["Host: h", f"Authorization: Bearer {KEY}"]
+    with connected(deployment.url) as s:
+        s.sendall(raw_post([*lines, f"Content-Length: {len(chat_body())}"], chat_body()))
+        eventually(lambda: engine.in_flight == 1, within_s=5)
+        s.settimeout(0.3)
+        with contextlib.suppress(TimeoutError):
+            s.recv(1)  # the session tickets: a close before they are read would be a reset
+        with contextlib.suppress(TimeoutError):
+            s.sendall(raw_post([*lines, f"Content-Length: {behind}"], b" " * behind))
+    eventually(lambda: engine.in_flight == 0, within_s=1)
 
 
 def test_large_bodies_pass_over_tls(deployment: Deployment, engine: SimulatedEngine) -> None:

@@ -6,7 +6,8 @@ import asyncio
 
 from app.upstream.connection import BUFFER_LIMIT_BYTES
 from app.upstream.http1 import Http1Transport
-from tests.upstream.client import ask, whole
+from app.upstream.transport import pipe
+from tests.upstream.client import ask, limits, whole
 from tests.upstream.scripted import Peer, ScriptedServer, turns, until
 from tests.upstream.test_giving_up import paused
 
@@ -77,3 +78,34 @@ async def test_paused_connection_reads_again_once_its_answer_is_complete(transpo
         go.set()
         end.set()
         await until(lambda: transport.open == 0)
+
+
+async def test_a_client_that_is_behind_makes_no_engine_slow(transport: Http1Transport) -> None:
+    """However the engine fares meanwhile: it may have sent what it has, or be kept from sending more."""
+    idle_s = 0.15
+    for more in (0, 16 * SIZE):
+        taken = asyncio.Event()
+
+        async def script(peer: Peer, more: int = more, taken: asyncio.Event = taken) -> None:
+            await peer.request()
+            await peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (2 + more + 3))
+            await peer.send(b"a")
+            await turns(20)
+            await peer.send(b"b" + b"x" * more)
+            await taken.wait()
+            await peer.send(b"end")
+
+        came = bytearray()
+
+        def sink(data: bytes, came: bytearray = came) -> bool:
+            came.extend(data)
+            return not data.startswith(b"b")
+
+        async def drain(taken: asyncio.Event = taken) -> None:
+            await asyncio.sleep(3 * idle_s)
+            taken.set()
+
+        async with ScriptedServer(script) as server:
+            response = await ask(transport, server.url, timeouts=limits(idle=idle_s))
+            await pipe(response, sink, drain)
+        assert len(came) == 2 + more + 3

@@ -13,6 +13,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from app.http.ports import WIRE
+from workers.cycle import JOIN_LIMIT_BYTES
 from workers.protocol import Protocol
 
 Pairs = list[tuple[bytes, bytes]]
@@ -87,6 +88,14 @@ async def test_without_a_length_a_body_goes_in_chunks() -> None:
     socket = await ask(answers(HTML, b"hello", b"", b"!" * 17))
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ntransfer-encoding: chunked\r\n\r\n"
     assert socket.writes == [head + b"5\r\nhello\r\n", b"11\r\n" + b"!" * 17 + b"\r\n0\r\n\r\n"]
+
+
+async def test_a_large_piece_is_written_as_it_is_and_no_copy_of_it_held() -> None:
+    piece = b"x" * (JOIN_LIMIT_BYTES + 1)
+    socket = await ask(answers(HTML, piece, piece))
+    _, written = b"".join(socket.writes).split(b"\r\n\r\n", 1)
+    assert written == b"10001\r\n%b\r\n10001\r\n%b\r\n0\r\n\r\n" % (piece, piece)
+    assert [w is piece for w in socket.writes].count(True) == 2
 
 
 async def test_the_head_of_a_stream_does_not_wait_for_its_first_chunk() -> None:

@@ -127,6 +127,32 @@ def test_a_request_on_an_idle_connection_is_answered_while_the_worker_stops(star
     assert client.read_to_end() == b""
 
 
+def test_half_a_head_has_time_for_its_rest_while_the_worker_stops(start: Start, connect: Connect) -> None:
+    gunicorn = start()
+    slow, stuck, first = connect(gunicorn), connect(gunicorn), connect(gunicorn)
+    for client in (slow, stuck):
+        client.ask("/")
+    for client in (slow, stuck, first):
+        client.sock.sendall(b"GET / HT")
+    os.kill(gunicorn.workers()[0], signal.SIGTERM)
+    time.sleep(1.5)  # three times as long as an idle connection is kept
+    for client in (slow, first):
+        client.sock.sendall(b"TP/1.1\r\nHost: x\r\n\r\n")
+        answer = client.read_to_end()
+        assert answer.startswith(b"HTTP/1.1 200 ") and b"connection: close" in answer
+    refusal = stuck.read_to_end()
+    assert refusal.startswith(b"HTTP/1.1 503 ") and b"connection: close" in refusal
+
+
+def test_sigint_refuses_half_a_head_at_once(start: Start, connect: Connect) -> None:
+    gunicorn = start()
+    client = connect(gunicorn)
+    client.ask("/")
+    client.sock.sendall(b"GET / HT")
+    assert gunicorn.stop(signal.SIGINT) < 4
+    assert client.read_to_end().startswith(b"HTTP/1.1 503 ")
+
+
 def _accepts(port: int) -> bool:
     with socket.socket() as sock:
         return sock.connect_ex(("127.0.0.1", port)) == 0
@@ -258,6 +284,20 @@ def test_pipelined_requests_before_the_end_of_the_clients_side_are_all_answered(
     client.sock.shutdown(socket.SHUT_WR)
     answers = re.findall(rb'\{"waited": 0\.(\d)\}', client.read_to_end())
     assert answers == [b"3", b"2", b"1"]
+
+
+@pytest.mark.parametrize(
+    "broken", [b"?", b"POST /body HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"]
+)
+def test_what_is_wrong_behind_a_request_is_told_to_a_client_that_has_ended_its_side(
+    standing: Gunicorn, connect: Connect, broken: bytes
+) -> None:
+    client = connect(standing)
+    client.sock.sendall(b"GET /wait?s=0.6 HTTP/1.1\r\nHost: x\r\n\r\n" + broken)
+    client.sock.shutdown(socket.SHUT_WR)
+    said = re.findall(rb"HTTP/1.1 (\d+)", client.read_to_end())
+    assert said == [*[b"100"] * (len(said) - 2), b"200", b"400"]
+    assert "Traceback" not in standing.log()
 
 
 @pytest.mark.parametrize("half_closed_for_s", [None, 0.0, 0.6])
