@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from app.http.body import header
+from app.errors import Headers
+from app.http.headers import CLOSE
 from app.http.ports import WIRE
 
 if TYPE_CHECKING:
@@ -26,33 +27,42 @@ JOIN_LIMIT_BYTES = 64 * 1024
 
 
 class Cycle(RequestResponseCycle):
-    """`protocol` has read the head; `keep_alive`: the client wants to send another request afterwards."""
+    """`protocol` has read the head.
 
-    def __init__(self, protocol: Protocol, *, keep_alive: bool) -> None:
+    Args:
+        keep_alive: whether the client wants to send another request afterwards.
+        expected: what its Expect header says.
+    """
+
+    def __init__(self, protocol: Protocol, *, keep_alive: bool, expected: bytes | None) -> None:
         # Not uvicorn's: it is called for every request, and most of what it sets is set otherwise here.
         self.scope = protocol.scope
         self.transport = protocol.transport
         self.flow = protocol.flow
         self.logger = protocol.logger
-        self.message_event = asyncio.Event()
+        self.message_event = self  # type: ignore[assignment]  # uvicorn tells by its `set` that there is news
         self.on_response = protocol.on_response_complete
         self.disconnected = False
         self.keep_alive = keep_alive
-        self.body = bytearray()
+        self.body: bytes | bytearray = b""  # type: ignore[assignment]  # most often it comes in one piece
         self.more_body = True
         self.response_started = False
         self.response_complete = False
         self.chunked_encoding = None
         self.expected_content_length = 0
+        self.task: asyncio.Task[None] | None = None
+        self._news = False  # since it was last asked for
+        self._event: asyncio.Event | None = None  # of those who wait for it
         self._loop = protocol.loop
         self._head = b""  # started, and not written yet
         self._gone: Callable[[], None] | None = None
         self._bodyless = self.scope["method"] == "HEAD"
         # HTTP/1.0 has no chunks: there a body ends with the connection.
         self._until_close = self.scope["http_version"] == "1.0"
+        self.waiting_for_100_continue = (
+            expected is not None and not self._until_close and expected.lower() == b"100-continue"
+        )
         scope: Any = self.scope  # uvicorn's type of it knows no extensions of ours
-        expected = None if self._until_close else header(scope, b"expect")
-        self.waiting_for_100_continue = expected is not None and expected.lower() == b"100-continue"
         scope["extensions"] = {WIRE: self}
 
     def __repr__(self) -> str:
@@ -64,43 +74,42 @@ class Cycle(RequestResponseCycle):
     def when_gone(self, callback: Callable[[], None] | None) -> None:
         self._gone = callback
         if callback is not None:
-            self.flow.resume_reading()  # an unread socket tells of no departure
+            if self.flow.read_paused:
+                self.flow.resume_reading()  # an unread socket tells of no departure
             if self.disconnected:
                 self._loop.call_soon(self.depart)
+
+    def whole_body(self) -> bytes | None:
+        if self.more_body or self.disconnected or self.response_complete:
+            return None
+        body, self.body, self._news = self.body, b"", False
+        return body if type(body) is bytes else bytes(body)
 
     def depart(self) -> None:
         """The client has left."""
         self.disconnected = True
         self.waiting_for_100_continue = False  # uvicorn would still ask for its body
-        self.message_event.set()
+        self.set()
         gone, self._gone = self._gone, None
         if gone is not None:
             gone()
 
-    def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def start(self, status: int, headers: Headers, length: int | None) -> None:
         if self.disconnected:
             return
         self.response_started = True
         self.waiting_for_100_continue = False
         lines = [STATUS_LINE[status][:-2]]
-        close = False
-        for name, value in headers:
-            name = name.lower()
-            if name == b"content-length" and self.chunked_encoding is None:
-                self.expected_content_length = int(value)
-                self.chunked_encoding = False
-            elif name == b"transfer-encoding" and value.lower() == b"chunked":
-                self.chunked_encoding = True
-            elif name == b"connection" and b"close" in [token.strip() for token in value.lower().split(b",")]:
-                self.keep_alive = False
-                close = True
-            lines.append(name + b": " + value)
-        if not self.keep_alive and not close:
+        lines += [name + b": " + value for name, value in headers]
+        if CLOSE in headers:
+            self.keep_alive = False
+        elif not self.keep_alive:
             lines.append(b"connection: close")
         self._bodyless = self._bodyless or status in (204, 304)
-        if self._until_close:
-            self.chunked_encoding = False
-        elif self.chunked_encoding is None and not self._bodyless:
+        self.chunked_encoding = False
+        if length is not None:
+            self.expected_content_length = length
+        elif not self._until_close and not self._bodyless:
             self.chunked_encoding = True
             lines.append(b"transfer-encoding: chunked")
         lines += (b"", b"")
@@ -146,7 +155,7 @@ class Cycle(RequestResponseCycle):
                 raise RuntimeError("the answer is shorter than its Content-Length")
             self.response_complete = True
             self._gone = None
-            self.message_event.set()
+            self.set()
             if not self.keep_alive:
                 self.transport.close()
             self.on_response()
@@ -176,9 +185,8 @@ class Cycle(RequestResponseCycle):
             await self._end_badly()
         finally:
             self.on_response = _nothing  # it holds the protocol, which holds this
-            task = asyncio.current_task()
-            if task is not None:
-                tasks.discard(task)
+            if self.task is not None:
+                tasks.discard(self.task)
 
     async def _end_badly(self) -> None:
         if self.response_started and self._until_close:
@@ -188,17 +196,55 @@ class Cycle(RequestResponseCycle):
         else:
             await self.send_500_response()
 
+    def set(self) -> None:
+        """There is something new to `receive`."""
+        self._news = True
+        if self._event is not None:
+            self._event.set()
+
+    async def receive(self) -> Any:
+        if self.waiting_for_100_continue and not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.waiting_for_100_continue = False
+        if not self.disconnected and not self.response_complete:
+            self.flow.resume_reading()
+            if not self._news:
+                event = self._event = self._event or asyncio.Event()
+                event.clear()
+                await event.wait()
+            self._news = False
+        if self.disconnected or self.response_complete:
+            return {"type": "http.disconnect"}
+        body, self.body = self.body, b""
+        return {"type": "http.request", "body": bytes(body), "more_body": self.more_body}
+
     async def send(self, message: Any) -> None:
         await self.drain()
         kind = message["type"]
         if self.disconnected:
             return
         if kind == "http.response.start" and not self.response_started:
-            self.start(message["status"], message.get("headers", ()))
+            headers, length = framed(message.get("headers", ()))
+            self.start(message["status"], headers, length)
         elif kind == "http.response.body" and self.response_started:
             self.write(message.get("body", b""), more=message.get("more_body", False))
         else:
             raise RuntimeError(f"{kind} out of order")
+
+
+def framed(headers: Iterable[tuple[bytes, bytes]]) -> tuple[Headers, int | None]:
+    """Headers as `Wire.start` takes them, and the length that they tell. Raises ValueError: it is none."""
+    kept: Headers = []
+    length = None
+    for name, value in headers:
+        name = name.lower()
+        if name == b"content-length":
+            length = int(value)
+        elif name == b"connection" and b"close" in [token.strip() for token in value.lower().split(b",")]:
+            value = CLOSE[1]
+        if name != b"transfer-encoding":  # that follows from whether there is a length
+            kept.append((name, value))
+    return kept, length
 
 
 def _nothing() -> None:

@@ -65,11 +65,14 @@ class Protocol(HttpToolsProtocol):
     """
 
     flow: Flow
+    cycle: Cycle  # None before the first request
     _cycles: Sequence[Cycle] = ()  # running and waiting, in order
     _in_head = True
     _begun = False  # the head that is being read
     _heads = 0  # complete ones seen on this connection
-    _head_bytes = 0  # of the latest, as far as the parser has told
+    _received_bytes = 0  # on this connection
+    _read_from_bytes = 0  # of these, before the latest read
+    _head_from_bytes = 0  # and before the one in which the latest head began
     _body_bytes = 0  # of this connection
     _overhead_bytes = 0  # received since the last head, body's end or refusal, and no part of a body
     _pauses = 0  # how often the client was too slow in reading
@@ -95,7 +98,10 @@ class Protocol(HttpToolsProtocol):
         if self._refusal is not None:
             return
         heads, bodies, before = self._heads, self._body_bytes, self._in_head
-        self._overhead_bytes += len(data)
+        size_bytes = len(data)
+        self._read_from_bytes = self._received_bytes
+        self._received_bytes += size_bytes
+        self._overhead_bytes += size_bytes
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as e:
@@ -122,34 +128,32 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._begun = True
-        self._head_bytes = 0
+        self._head_from_bytes = self._read_from_bytes
         self.url = b""
         self.headers = []
 
     def on_url(self, url: bytes) -> None:
-        self._count_head(len(url))
         self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
             return  # a trailer; among the headers it would get past every filter in front of us
-        size_bytes = self._head_bytes = self._head_bytes + len(name) + len(value) + 4
         headers = self.headers
-        if size_bytes > HEAD_LIMIT_BYTES or len(headers) >= HEADERS_LIMIT:
+        if len(headers) >= HEADERS_LIMIT:
             self._stop(HeadTooLarge())
         headers.append((name.lower(), value))
-
-    def _count_head(self, size_bytes: int) -> None:
-        self._head_bytes += size_bytes
-        if self._head_bytes > HEAD_LIMIT_BYTES:
-            self._stop(HeadTooLarge())
 
     def on_headers_complete(self) -> None:
         parser = self.parser
         if parser.should_upgrade():
             return
+        headers = self.headers
+        # Of what has come most may be body: only then it is counted.
+        if self._received_bytes - self._head_from_bytes > HEAD_LIMIT_BYTES < _size_of(self.url, headers):
+            self._stop(HeadTooLarge())
         version = parser.get_http_version()
-        if fault := fault_of(version, self.url, self.headers):
+        named = dict(headers)
+        if fault := fault_of(version, self.url, headers, named):
             self._stop(fault)
         waiting = self._cycles
         if waiting:
@@ -170,11 +174,11 @@ class Protocol(HttpToolsProtocol):
             "path": urllib.parse.unquote(path) if "%" in path else path,
             "raw_path": raw_path,
             "query_string": query,
-            "headers": self.headers,
+            "headers": headers,
             "state": self.app_state.copy(),
         }
         keep_alive = version != "1.0" and parser.should_keep_alive() and not self._stopping
-        self.cycle = cycle = Cycle(self, keep_alive=keep_alive)
+        self.cycle = cycle = Cycle(self, keep_alive=keep_alive, expected=named.get(b"expect"))
         self._in_head = self._begun = False
         self._heads += 1
         self._cycles = [*waiting, cycle]
@@ -186,7 +190,8 @@ class Protocol(HttpToolsProtocol):
             self._read_no_further()
 
     def _start_asgi_task(self, cycle: Cycle, app: Any) -> None:  # type: ignore[override]
-        self.tasks.add(self.loop.create_task(cycle.run(app, self.tasks)))
+        task = cycle.task = self.loop.create_task(cycle.run(app, self.tasks))
+        self.tasks.add(task)
 
     def on_chunk_header(self) -> None:
         self._overhead_bytes -= CHUNK_OVERHEAD_BYTES
@@ -196,13 +201,19 @@ class Protocol(HttpToolsProtocol):
         cycle = self.cycle
         if self.parser.should_upgrade() or cycle.response_complete:
             return
-        cycle.body += body
-        if len(cycle.body) > HIGH_WATER_LIMIT:
+        held = cycle.body
+        if not held:
+            cycle.body = held = body
+        elif type(held) is bytearray:
+            held += body
+        else:
+            cycle.body = held = bytearray(held) + body
+        if len(held) > HIGH_WATER_LIMIT:
             if self.pipeline:
                 self._read_no_further()
             else:
                 self.flow.pause_reading()  # until it is taken
-        cycle.message_event.set()
+        cycle.set()
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -211,7 +222,7 @@ class Protocol(HttpToolsProtocol):
         cycle = self.cycle
         if not cycle.response_complete:
             cycle.more_body = False
-            cycle.message_event.set()
+            cycle.set()
         else:
             self._be_idle()  # the answer, a refusal, did not wait for this
 
@@ -422,6 +433,10 @@ class Protocol(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(LAST_READ_S, self.transport.close)
+
+
+def _size_of(url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> int:
+    return len(url) + sum(len(name) + len(value) + 4 for name, value in headers)
 
 
 def _split(url: bytes) -> tuple[bytes, bytes]:

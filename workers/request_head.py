@@ -8,7 +8,7 @@ llhttp's, and `tests/integration/test_request_shapes.py` holds it to it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from app.errors import BadRequest, EvenhandError
 
@@ -35,19 +35,21 @@ class VersionNotSupported(EvenhandError):
     code = "http_version_not_supported"
 
 
-def fault_of(version: str, target: bytes, headers: Sequence[tuple[bytes, bytes]]) -> EvenhandError | None:
+def fault_of(
+    version: str, target: bytes, headers: Sequence[tuple[bytes, bytes]], named: Mapping[bytes, bytes]
+) -> EvenhandError | None:
     """Why a whole head is refused, if it is.
 
     Args:
         version: of HTTP, such as "1.1".
         headers: names in lower case.
+        named: the same by name; of repeated ones any.
     """
     if version not in ("1.1", "1.0"):
         # llhttp also takes 0.9 and 2.0 for a version of the text protocol; nobody's client says so in earnest.
         return VersionNotSupported("only HTTP/1.1 and HTTP/1.0 are served")
     if not (target.startswith(b"/") or target == b"*" or _ABSOLUTE(target)):
         return BadRequest("the request's target is neither a path nor an http URL")
-    named = dict(headers)
     if len(named) != len(headers) and (fault := _twice(headers)):
         return fault
     host = named.get(b"host")

@@ -10,7 +10,7 @@ from typing import Protocol
 from app.dispatch.breakers import speaks_against
 from app.errors import Headers, UpstreamError
 from app.store.ledger import Ticket
-from app.upstream.transport import Drain, Response, Sink, pipe
+from app.upstream.transport import Drain, Response, Sink, pipe, whole
 
 Broke = Callable[[str, UpstreamError], None]
 """Is told of the node whose answer ended before its end."""
@@ -125,6 +125,10 @@ class Answer:
         except UpstreamError as e:
             self.failed(e)
             raise
+
+    def whole(self) -> bytes | None:
+        """All of the body if it has come to its end and none was read; it stays to be read."""
+        return whole(self._response)
 
     async def pipe(self, sink: Sink, drain: Drain) -> None:
         """Hand all that comes to `sink`, in the turn in which it comes; return at the proper end.

@@ -37,7 +37,7 @@ async def read_body(scope: Scope, receive: Receive, *, limit_bytes: int, setting
     """
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
-        raise _too_large(limit_bytes, setting)
+        raise too_large(limit_bytes, setting)
     # One array and no list of pieces: a body that comes two bytes at a time would take twenty times its size.
     body = bytearray()
     while True:
@@ -46,7 +46,7 @@ async def read_body(scope: Scope, receive: Receive, *, limit_bytes: int, setting
             raise ClientLeft
         chunk: bytes = message.get("body", b"")
         if len(body) + len(chunk) > limit_bytes:
-            raise _too_large(limit_bytes, setting)
+            raise too_large(limit_bytes, setting)
         if not message.get("more_body", False) and not body:
             return chunk
         body += chunk
@@ -54,6 +54,6 @@ async def read_body(scope: Scope, receive: Receive, *, limit_bytes: int, setting
             return bytes(body)
 
 
-def _too_large(limit_bytes: int, setting: str) -> BodyTooLarge:
+def too_large(limit_bytes: int, setting: str) -> BodyTooLarge:
     hint = f" ({setting})" if setting else ""
     return BodyTooLarge(f"The request body is larger than the {limit_bytes} bytes that are allowed{hint}.")

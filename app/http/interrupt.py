@@ -33,9 +33,9 @@ class Watch:
 
     __slots__ = ("_task", "_watcher", "_wire", "why")
 
-    def __init__(self) -> None:
+    def __init__(self, task: asyncio.Task[None] | None) -> None:
         self.why: Why | None = None
-        self._task = asyncio.current_task()
+        self._task = task
         self._watcher: asyncio.Task[None] | None = None
         self._wire: Wire | None = None
 
@@ -95,8 +95,9 @@ class Running:
     def __len__(self) -> int:
         return len(self._watches)
 
-    def enter(self) -> Watch:
-        watch = Watch()
+    def enter(self, task: asyncio.Task[None] | None) -> Watch:
+        """A request begins, which `task` serves."""
+        watch = Watch(task)
         self._watches.add(watch)
         return watch
 

@@ -6,6 +6,7 @@ The real ones are `app.store.registry.Registry`, `app.dispatch.hybrid.Hybrid` an
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,8 +32,22 @@ class Wire(Protocol):
         """Call back once when the client leaves before its answer is complete; None: no more."""
         ...
 
-    def start(self, status: int, headers: Headers) -> None:
-        """As `http.response.start`; the head leaves with the first bytes of the body, or a moment later."""
+    @property
+    def task(self) -> asyncio.Task[None] | None:
+        """The one that serves the request."""
+        ...
+
+    def whole_body(self) -> bytes | None:
+        """The request's body if all of it has come and none was taken; it is taken with this. None: `receive` it."""
+        ...
+
+    def start(self, status: int, headers: Headers, length: int | None) -> None:
+        """As `http.response.start`; the head leaves with the first bytes of the body, or a moment later.
+
+        Args:
+            headers: names in lower case, without Transfer-Encoding.
+            length: as Content-Length among them says; None: there is none.
+        """
         ...
 
     def write(self, data: bytes, *, more: bool) -> bool:

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from app.dispatch.answer import Answer, EngineRequest, Outcome
 from app.errors import BadRequest, EvenhandError, Headers, ShuttingDown, error_answer
 from app.http.auth import Authority
-from app.http.body import ClientLeft, header, read_body
+from app.http.body import ClientLeft, header, read_body, too_large
 from app.http.form import is_form, model_of_form
 from app.http.headers import CLOSE, NOT_FOR_ENGINE, NOT_FOR_ENGINE_BUT_KEYS, for_engine, request_id
 from app.http.interrupt import Running, Watch, Why
@@ -64,12 +64,12 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         identifier = request_id(scope["headers"])
-        watch = self._running.enter()
+        wire: Wire | None = scope.get("extensions", {}).get(WIRE)
+        watch = self._running.enter(asyncio.current_task() if wire is None else wire.task)
         answer: Answer | None = None
         relay: Relay | None = None
         outcome = Outcome.ABORTED
         try:
-            wire: Wire | None = scope.get("extensions", {}).get(WIRE)
             answer = await self._open(scope, receive, identifier, watch, wire)
             relay = Relay(answer, send, wire, path=routed(scope["path"]), extra=self._extra(identifier))
             outcome = await relay.run()
@@ -107,7 +107,11 @@ class Proxy:
             raise ShuttingDown("This worker is stopping")
         self._authority.check_client(scope["headers"])
         path = path_for_engine(scope)
-        body = await read_body(scope, receive, limit_bytes=self._max_body_bytes, setting="--max-body-size")
+        body = None if wire is None else wire.whole_body()
+        if body is None:
+            body = await read_body(scope, receive, limit_bytes=self._max_body_bytes, setting="--max-body-size")
+        elif len(body) > self._max_body_bytes:
+            raise too_large(self._max_body_bytes, "--max-body-size")
         model, body = self._peek(scope, body)
         headers = for_engine(scope, identifier, self._not_for_engine)
         watch.start(receive, wire)

@@ -49,7 +49,7 @@ class Relay:
         self._path = path
         self._extra = extra
         self._head: ClientHead | None = None
-        self._tail = StreamTail()
+        self._tail: StreamTail | None = None  # of a stream
         self.started = False
 
     def __repr__(self) -> str:
@@ -66,24 +66,28 @@ class Relay:
         if not 200 <= answer.status <= 599:
             raise EngineBroke(f"The engine answered with status {answer.status}")
         self._head = head = ClientHead(answer.status, answer.headers, self._extra)
-        if not head.streaming:
-            return await self._body(head.content_length)
-        await self._start()
-        return await self._stream()
+        if head.streaming:
+            tail = self._tail = StreamTail()
+            await self._start()
+            return await self._stream(tail)
+        whole = answer.whole()
+        if whole is not None and head.content_length in (None, len(whole)):
+            return await self._finish(whole)
+        return await self._body(head.content_length)
 
     async def _start(self) -> None:
-        assert self._head is not None
+        head = self._head
+        assert head is not None
         self.started = True
         if self._wire is not None:
-            self._wire.start(self._answer.status, self._head.headers)
+            self._wire.start(self._answer.status, head.headers, head.content_length)
         else:
-            start = {"type": "http.response.start", "status": self._answer.status, "headers": self._head.headers}
-            await self._send(start)
+            await self._send({"type": "http.response.start", "status": self._answer.status, "headers": head.headers})
 
     @property
     def complete(self) -> bool:
         """Whether the client has all that an answer of this kind holds, though its end hasn't come."""
-        return self._expects_done and self._tail.done
+        return self._tail is not None and self._expects_done and self._tail.done
 
     @property
     def _expects_done(self) -> bool:
@@ -103,29 +107,30 @@ class Relay:
         elif not wire.write(data, more=more) and more:
             await wire.drain()
 
-    async def _stream(self) -> Outcome:
+    async def _stream(self, tail: StreamTail) -> Outcome:
         broke: EvenhandError | None = None
         try:
             if self._wire is not None:
-                await self._answer.pipe(self._pass_on, self._wire.drain)
+                write = self._wire.write
+
+                def pass_on(chunk: bytes) -> bool:
+                    tail.feed(chunk)
+                    return write(chunk, more=True)
+
+                await self._answer.pipe(pass_on, self._wire.drain)
             else:
                 while chunk := await self._answer.read():
                     await self._put(chunk)
                     # Only now: a chunk whose send was interrupted never reached the client.
-                    self._tail.feed(chunk)
+                    tail.feed(chunk)
         except UpstreamError as e:
             broke = e
-        if broke is None and self._expects_done and not self._tail.done:
+        if broke is None and self._expects_done and not tail.done:
             broke = EngineBroke("The engine ended its stream before it was complete")
             self._answer.failed(broke)
         if broke is None or self.complete:
             return await self._finish()
         return await self._break(broke)
-
-    def _pass_on(self, chunk: bytes) -> bool:
-        assert self._wire is not None
-        self._tail.feed(chunk)
-        return self._wire.write(chunk, more=True)
 
     async def _body(self, content_length: int | None) -> Outcome:
         read = self._answer.read
@@ -134,8 +139,6 @@ class Relay:
             while chunk := await read():
                 left_bytes -= len(chunk)
                 if left_bytes == 0:
-                    # The last bytes leave after the release: a client that has its whole answer and
-                    # asks again at once must not meet its own old count.
                     await read()
                     return await self._finish(chunk)
                 if not self.started:
@@ -156,6 +159,8 @@ class Relay:
     async def _finish(self, last: bytes = b"") -> Outcome:
         status = self._answer.status
         outcome = Outcome.OK if status < 400 else Outcome.CLIENT_ERROR if status < 500 else Outcome.ENGINE_ERROR
+        # The last bytes leave after the release: a client that has its whole answer and asks again at once must not
+        # meet its own old count.
         self._answer.close(outcome)
         if not self.started:
             await self._start()
@@ -171,7 +176,7 @@ class Relay:
     async def end_early(self, error: EvenhandError) -> None:
         """End what the client has in the way that says that it is not all; see the module."""
         head = self._head
-        if head is None or not head.streaming or head.encoded:
+        if head is None or self._tail is None or head.encoded:
             return  # the server closes a connection whose answer was left without an end
         event = b"" if self.complete else self._tail.missing_newlines() + error_event(error)
         await self._put(event, more=False)

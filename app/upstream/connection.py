@@ -50,6 +50,7 @@ class Http1Response:
         "_error",
         "_full",
         "_head_only",
+        "_read",
         "_sink",
         "_stale",
         "_timeouts",
@@ -71,6 +72,7 @@ class Http1Response:
         self._ended = False
         self._error: UpstreamError | None = None
         self._stale = False
+        self._read = False
         self._sink: Sink | None = None
         self._full = False  # the sink wants no more
         self._waiter: asyncio.Future[None] | None = None
@@ -106,6 +108,13 @@ class Http1Response:
             await self._more()
         return self._take()
 
+    def whole(self) -> bytes | None:
+        """As `transport.whole`."""
+        if not self._ended or self._error is not None or self._read:
+            return None
+        chunks = self._chunks
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
     async def pipe(self, sink: Sink, drain: Drain) -> None:
         """As `transport.pipe`."""
         while True:
@@ -131,6 +140,7 @@ class Http1Response:
         data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
         self._buffered_bytes = 0
+        self._read = True
         connection = self._connection
         if connection is not None and connection.paused:
             connection.resume()

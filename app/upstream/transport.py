@@ -111,6 +111,13 @@ async def pipe(response: Response, sink: Sink, drain: Drain) -> None:
             await drain()
 
 
+def whole(response: Response) -> bytes | None:
+    """All of the body if it has come to its end and none was read; it stays to be read. None: not yet, or not known."""
+    own = getattr(response, "whole", None)
+    found: bytes | None = own() if own is not None else None
+    return found
+
+
 class Transport(Protocol):
     """Sends requests to engines."""
 

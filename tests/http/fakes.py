@@ -61,6 +61,11 @@ class FakeAnswer:
         assert isinstance(item, bytes)
         return item
 
+    def whole(self) -> bytes | None:
+        """What comes in one piece is all there; what comes in several is not."""
+        (one,) = self.script if len(self.script) == 1 else (None,)
+        return one if isinstance(one, bytes) and not self.reads else None
+
     async def pipe(self, sink: Callable[[bytes], bool], drain: Callable[[], Awaitable[None]]) -> None:
         while chunk := await self.read():
             if not sink(chunk):
@@ -304,12 +309,27 @@ class FakeWire:
         if callback is not None and self.call.has_left:
             asyncio.get_running_loop().call_soon(self.leave)
 
+    @property
+    def task(self) -> asyncio.Task[None] | None:
+        return asyncio.current_task()
+
+    def whole_body(self) -> bytes | None:
+        """As our server: what has come in one piece."""
+        declared = dict(self.call.scope["headers"]).get(b"content-length")
+        if len(self.call.messages) != 1 or self.call.messages[0].get("more_body") or self.call.has_left:
+            return None
+        if declared is not None and int(declared) != len(self.call.messages[0]["body"]):
+            return None
+        return bytes(self.call.messages.pop()["body"])
+
     def leave(self) -> None:
         gone, self.gone = self.gone, None
         if gone is not None:
             gone()
 
-    def start(self, status: int, headers: Pairs) -> None:
+    def start(self, status: int, headers: Pairs, length: int | None) -> None:
+        headers = list(headers)
+        assert [int(value) for name, value in headers if name == b"content-length"] == [length] * (length is not None)
         self._pass({"type": "http.response.start", "status": status, "headers": headers})
 
     def write(self, data: bytes, *, more: bool) -> bool:

@@ -245,6 +245,14 @@ async def test_R58_too_large_by_its_length_is_refused_unread() -> None:
     assert call.receives == 0 and not world.hybrid.requests
 
 
+async def test_R58_too_large_in_one_piece_without_a_length_is_refused() -> None:
+    world = World(max_body_size=100)
+    call = Call(world.app, "POST", "/v1/chat/completions", b"x" * 101)
+    await call.run()
+    assert "100 bytes" in assert_error(call.reply(), 413, "body_too_large")["error"]["message"]
+    assert not world.hybrid.requests
+
+
 async def test_R58_too_large_in_chunks_is_refused_when_the_bound_is_crossed() -> None:
     world = World(max_body_size=100)
     call = Call(world.app, "POST", "/v1/chat/completions", [b"x" * 60, b"x" * 41, b"x" * 60])

@@ -101,7 +101,7 @@ async def test_a_large_piece_is_written_as_it_is_and_no_copy_of_it_held() -> Non
 async def test_the_head_of_a_stream_does_not_wait_for_its_first_chunk() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         wire = scope["extensions"][WIRE]
-        wire.start(200, HTML)
+        wire.start(200, HTML, None)
         assert wire.transport.writes == []
         await asyncio.sleep(0)
         assert len(wire.transport.writes) == 1
@@ -175,7 +175,7 @@ async def test_who_leaves_is_told_of_once_and_what_is_written_then_is_dropped() 
         wire.when_gone(lambda: gone.append("gone"))
         wire.depart()
         wire.depart()
-        wire.start(200, HTML)
+        wire.start(200, HTML, None)
         assert wire.write(b"x", more=True)
         await wire.drain()
 

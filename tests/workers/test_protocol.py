@@ -95,7 +95,7 @@ async def test_over_tls_no_more_waits_for_a_client_than_without() -> None:
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         wire = scope["extensions"][WIRE]
-        wire.start(200, [])
+        wire.start(200, [], None)
         while wire.write(b"x" * 8192, more=True):
             await asyncio.sleep(0)
         full.set_result(wire.transport.get_write_buffer_size())
