@@ -56,6 +56,36 @@ FIRST = [
     "integration/test_serving_recycling.py",
 ]
 
+# Files of one line share deployments, so one job runs all of them.
+SHARING = [
+    ["test_serving.py", "test_streaming.py", "test_node_management.py", "test_docs_page.py"],
+    ["test_errors.py", "test_openai_sdk.py"],
+    ["test_request_shapes.py", "test_pipelining.py"],
+    ["test_breaker_trials.py", "test_breaker.py"],
+    ["test_two_masters.py", "test_epd_fanout.py", "test_drain_streams.py"],
+    ["test_pd_common.py", "test_pd_mooncake.py", "test_pd_nixl.py", "test_pd_sglang.py"],
+]
+GROUPS = {f"tests/integration/{file}": f"{files[0]} and those it shares with" for files in SHARING for file in files}
+
+
+def group_of(nodeid: str) -> str:
+    """What one job runs as a whole: a file, or those that share deployments."""
+    file = nodeid.partition("::")[0]
+    return GROUPS.get(file, file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadGroupsOfFiles(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return LoadGroupsOfFiles(config, log)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "not_quiet(reason): the quiet check can't hold after this test; say why")
