@@ -3,7 +3,7 @@
 #   make run                       two workers, a Redis of its own, three simulated engines; Ctrl-C ends all of it
 #   make run NODES="http://a:23333 http://b:23333"           with your engines instead
 #   make run ARGS="--server-port 9000 --workers 4"           any flags of `evenhand serve`
-#   make test [ARGS="-k name"] [JOBS=0]   the tests, three files at a time
+#   make test [ARGS="-k name"] [JOBS=0]   the tests, four files at a time
 #   make test-long                 the soaks and failovers that take minutes
 #   make chaos [ARGS="--seed 7"]   five minutes of load under random faults (docs/reliability.md)
 #   make bench [ARGS=--quick]      what a router costs: Evenhand and its peers, side by side (docs/performance.md)
@@ -17,7 +17,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 WORKERS ?= 2
 # Tests wait more than they compute.
-JOBS ?= 3
+JOBS ?= 4
 NODES ?=
 ARGS ?=
 
