@@ -22,6 +22,7 @@ NODES ?=
 ARGS ?=
 
 py := $(VENV)/bin/python
+pytest := env -u PYTHONDONTWRITEBYTECODE $(py) -m pytest
 named := $(strip $(NODES) $(findstring --nodes,$(ARGS)) $(findstring --simulate,$(ARGS)) $(EVENHAND_NODES))
 pip := $(py) -m pip --disable-pip-version-check --quiet
 
@@ -32,8 +33,11 @@ run: $(VENV)/.run
 		$(if $(NODES),--nodes $(NODES)) $(if $(named),,--simulate 3) $(ARGS)
 
 # Compiled modules are kept whatever the environment says: else each of some hundred starts compiles all of them.
+# In a fresh checkout that is done first: else each job would do it for all files, all at the same time.
 test: $(VENV)/.dev
-	env -u PYTHONDONTWRITEBYTECODE $(py) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
+	@test -d tests/__pycache__ || ls tests/test_*.py tests/*/test_*.py | \
+		xargs -P 2 -n 66 $(pytest) --collect-only -qq >/dev/null 2>&1 || true
+	$(pytest) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
 
 test-long: $(VENV)/.dev
 	$(py) -m pytest -n 2 --dist loadfile -m long $(ARGS)
