@@ -121,8 +121,9 @@ class Fleets:
 
     def close(self) -> None:
         made, self._made = self._made, {}
-        for fleet in made.values():
-            fleet.close()
+        with contextlib.ExitStack() as stack:  # all of them, though one fails
+            for fleet in made.values():
+                stack.callback(fleet.close)
 
 
 def _close(masters: Sequence[Deployment]) -> None:
