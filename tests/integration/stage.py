@@ -174,9 +174,13 @@ class Stage:
 
     def id_of(self, pid: int) -> str:
         """The id that a worker process has in Redis: `<host>-<pid>-<random>`."""
-        found = [worker for worker in self.worker_ids() if worker.split("-")[-2] == str(pid)]
-        assert len(found) == 1, f"{pid} in {self.worker_ids()}"
-        return found[0]
+
+        def look() -> str:
+            found = [worker for worker in self.worker_ids() if worker.split("-")[-2] == str(pid)]
+            assert len(found) == 1, f"{pid} in {self.worker_ids()}"
+            return found[0]
+
+        return eventually(look, within_s=5)  # one that has just started may not have joined yet
 
     def share(self, worker: str, engine: SimulatedEngine) -> int:
         """What one worker's ledger in Redis says about a node."""
