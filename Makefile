@@ -3,7 +3,7 @@
 #   make run                       two workers, a Redis of its own, three simulated engines; Ctrl-C ends all of it
 #   make run NODES="http://a:23333 http://b:23333"           with your engines instead
 #   make run ARGS="--server-port 9000 --workers 4"           any flags of `evenhand serve`
-#   make test [ARGS="-k name"] [JOBS=0]   the tests, three files at a time
+#   make test [ARGS="-k name"] [JOBS=0]   the tests, four files at a time
 #   make test-long                 the soaks and failovers that take minutes
 #   make chaos [ARGS="--seed 7"]   five minutes of load under random faults (docs/reliability.md)
 #   make bench [ARGS=--quick]      what a router costs: Evenhand and its peers, side by side (docs/performance.md)
@@ -17,11 +17,12 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 WORKERS ?= 2
 # Tests wait more than they compute.
-JOBS ?= 3
+JOBS ?= 4
 NODES ?=
 ARGS ?=
 
 py := $(VENV)/bin/python
+pytest := env -u PYTHONDONTWRITEBYTECODE $(py) -m pytest
 named := $(strip $(NODES) $(findstring --nodes,$(ARGS)) $(findstring --simulate,$(ARGS)) $(EVENHAND_NODES))
 pip := $(py) -m pip --disable-pip-version-check --quiet
 
@@ -32,8 +33,11 @@ run: $(VENV)/.run
 		$(if $(NODES),--nodes $(NODES)) $(if $(named),,--simulate 3) $(ARGS)
 
 # Compiled modules are kept whatever the environment says: else each of some hundred starts compiles all of them.
+# In a fresh checkout that is done first: else each job would do it for all files, all at the same time.
 test: $(VENV)/.dev
-	env -u PYTHONDONTWRITEBYTECODE $(py) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
+	@test -d tests/__pycache__ || ls tests/test_*.py tests/*/test_*.py | \
+		xargs -P 2 -n 66 $(pytest) --collect-only -qq >/dev/null 2>&1 || true
+	$(pytest) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
 
 test-long: $(VENV)/.dev
 	$(py) -m pytest -n 2 --dist loadfile -m long $(ARGS)

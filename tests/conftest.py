@@ -6,9 +6,9 @@ deployment is stopped and must leave no process behind.
 
 from __future__ import annotations
 
+import gc
 import secrets
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -23,48 +23,96 @@ from tests.support.wait import eventually
 # The files that take longest, the longest first: with several at a time none of them may be the last to begin.
 FIRST = [
     "integration/test_redis_faults.py",
-    "store/test_healing.py",
-    "integration/test_distserve_links.py",
-    "integration/test_failover.py",
-    "integration/test_pd_failures.py",
-    "integration/test_serving_one_worker.py",
     "integration/test_pd_common.py",
-    "workers/test_server.py",
-    "integration/test_epd_topologies.py",
+    "store/test_healing.py",
+    "integration/test_two_masters.py",
+    "integration/test_distserve_links.py",
+    "integration/test_pd_failures.py",
+    "integration/test_serving.py",
     "integration/test_crash_safety.py",
+    "integration/test_breaker_trials.py",
+    "store/test_failover.py",
+    "workers/test_server.py",
+    "workers/test_master.py",
+    "integration/test_failover.py",
+    "store/test_outages.py",
     "integration/test_distserve_failures.py",
     "integration/test_strategies.py",
-    "integration/test_distserve_lmdeploy.py",
-    "integration/test_openai_sdk.py",
-    "store/test_failover.py",
-    "store/test_outages.py",
-    "workers/test_master.py",
+    "workers/test_prober.py",
     "integration/test_serve_command.py",
-    "integration/test_pd_mooncake.py",
-    "integration/test_two_masters.py",
-    "test_cli.py",
-    "store/test_model.py",
-    "store/test_encoders.py",
-    "store/test_ledger.py",
-    "integration/test_drain_streams.py",
-    "support/test_support.py",
-    "integration/test_epd_fanout.py",
-    "workers/test_engine.py",
+    "integration/test_openai_sdk.py",
     "integration/test_health.py",
-    "integration/test_breaker_trials.py",
+    "integration/test_distserve_lmdeploy.py",
+    "integration/test_epd_topologies.py",
+    "http/test_site.py",
+    "store/test_encoders.py",
+    "integration/test_serving_one_worker.py",
+    "integration/test_distserve_leaving.py",
+    "workers/test_engine.py",
+    "support/test_support.py",
+    "test_cli.py",
+    "dispatch/test_links.py",
+    "store/test_ledger.py",
+    "dispatch/test_media.py",
+    "integration/test_epd_failures.py",
     "integration/test_serving_recycling.py",
+    "integration/test_tls.py",
+    "store/test_registry.py",
+    "balancing/test_twins.py",
+    "store/test_budget.py",
 ]
+
+# Files of one line share deployments, so one job runs all of them.
+SHARING = [
+    ["test_serving.py", "test_streaming.py", "test_node_management.py", "test_docs_page.py"],
+    ["test_errors.py", "test_openai_sdk.py"],
+    ["test_request_shapes.py", "test_pipelining.py"],
+    ["test_breaker_trials.py", "test_breaker.py"],
+    ["test_two_masters.py", "test_epd_fanout.py", "test_drain_streams.py"],
+    ["test_pd_common.py", "test_pd_mooncake.py", "test_pd_nixl.py", "test_pd_sglang.py"],
+]
+GROUPS = {f"tests/integration/{file}": f"{files[0]} and those it shares with" for files in SHARING for file in files}
+
+
+def group_of(nodeid: str) -> str:
+    """What one job runs as a whole: a file, or those that share deployments."""
+    file = nodeid.partition("::")[0]
+    return GROUPS.get(file, file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadGroupsOfFiles(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return LoadGroupsOfFiles(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "not_quiet(reason): the quiet check can't hold after this test; say why")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is collected stays to the end: the garbage collector need not look at it, now and at each of its turns."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """After all others have shuffled and grouped; the order within a file stays."""
-    places = {Path(__file__).parent / name: place for place, name in enumerate(FIRST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    """After all others have shuffled and grouped; the order within a file stays. A group goes with its longest file."""
+    places = {group_of(f"tests/{name}"): place for place, name in reversed([*enumerate(FIRST)])}
+    items.sort(key=lambda item: places.get(group_of(item.nodeid), len(places)))
 
 
 @pytest.fixture(scope="session")

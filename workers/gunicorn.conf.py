@@ -29,10 +29,10 @@ import app.main
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
 from app.settings import Settings, misspelt_variables
+from workers.agreed import MASTER_MARGIN_S, READY_FD_VARIABLE
 from workers.logs import logging_config
 from workers.master import Master
 from workers.processes import die_with_parent
-from workers.server import MASTER_MARGIN_S, READY_FD_VARIABLE
 
 # Two sockets a running request, plus what the process has open anyway.
 _FEW_FILES = 4096

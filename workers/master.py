@@ -25,8 +25,8 @@ from typing import Any
 from gunicorn.arbiter import Arbiter
 from gunicorn.errors import HaltServer
 
+from workers.agreed import STOP_SIGNALS
 from workers.listener import Shares
-from workers.server import STOP_SIGNALS
 
 OURS = ("app", "workers")
 BOOT_PAUSE_S = 1.0  # after a worker that could not start

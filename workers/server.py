@@ -30,6 +30,7 @@ from uvicorn.server import Server
 from uvicorn_worker import UvicornWorker
 
 from app.settings import Settings
+from workers.agreed import CANCEL_WAIT_S, LAST_WORDS_S, LIFESPAN_SHUTDOWN_S, READY_FD_VARIABLE, STOP_SIGNALS
 from workers.listener import Listener, Share
 from workers.protocol import Protocol
 
@@ -42,15 +43,6 @@ POLL_S = 0.05
 IDLE_LINGER_S = 0.5
 HEAD_LINGER_S = 5.0  # half a head gets this long for its rest; then its client is told that it was not read
 QUICK_GRACE_S = 1.0  # after SIGQUIT or SIGINT; gunicorn's master kills 2 s after asking
-# The app ends its streams a second before its deadline, so that is a second later than the grace time.
-LAST_WORDS_S = 1.0
-CANCEL_WAIT_S = 1.0  # for what cancelled requests do in their `finally`
-LIFESPAN_SHUTDOWN_S = 5.0
-# What the master must wait beyond the grace time so that it never kills a worker that keeps its own deadline.
-MASTER_MARGIN_S = LAST_WORDS_S + CANCEL_WAIT_S + LIFESPAN_SHUTDOWN_S + 2.0
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGQUIT, signal.SIGINT)  # blocked by the master over the fork
-READY_FD_VARIABLE = "EVENHAND_READY_FD"
 
 
 class GracefulServer(Server):

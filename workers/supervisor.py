@@ -27,11 +27,11 @@ from collections.abc import Callable
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
 from app.settings import Settings
+from workers.agreed import MASTER_MARGIN_S, READY_FD_VARIABLE
 from workers.embedded_redis import EmbeddedRedis, EmbeddedRedisError
 from workers.endpoint import Endpoint
 from workers.greeting import greeting
 from workers.processes import ROOT, child_setup, python_command, python_environment
-from workers.server import MASTER_MARGIN_S, READY_FD_VARIABLE
 
 SIMULATED_MODEL = "sim"
 TICK_S = 1.0

@@ -8,10 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, settings
 from openapi_spec_validator import validate
-from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
@@ -204,18 +202,36 @@ def test_openapi_names_of_operations_are_unique() -> None:
     assert len(names) == len(set(names))
 
 
-schema = schemathesis.openapi.from_dict(document())
+OPERATIONS = [(path, method) for path, item in document()["paths"].items() for method in item]
 
 
-@schema.parametrize()
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
-def test_schemathesis_finds_no_500_and_no_lie(case: Any) -> None:
-    world = World(nodes=[NODE], links=FakeLinks(), admin_keys=["a"])
-    world.registry.stages = {NODE.url: {"prefill": {"mean_s": 0.25, "count": 4}}}
-    world.engines.lists = _Anybody()
-    response = case.call(base_url="http://testserver", app=world.app, headers={"Authorization": "Bearer a"})
-    assert response.status_code not in (500, 401, 403)
-    case.validate_response(response, checks=[status_code_conformance, response_schema_conformance])
+@pytest.fixture(scope="module")
+def schema() -> Any:
+    import schemathesis  # here: it takes long, and each of several jobs collects all files
+
+    return schemathesis.openapi.from_dict(document())
+
+
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+def test_schemathesis_finds_no_500_and_no_lie(schema: Any, path: str, method: str) -> None:
+    """As under its `schema.parametrize()`, which would make all examples of all operations at collection."""
+    from schemathesis.generation.feedback import FeedbackSources
+    from schemathesis.pytest._test_builder import build_operation_test
+    from schemathesis.python._constants.orchestrator import make_constants_value_source
+    from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+
+    @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+    def ask(case: Any) -> None:
+        world = World(nodes=[NODE], links=FakeLinks(), admin_keys=["a"])
+        world.registry.stages = {NODE.url: {"prefill": {"mean_s": 0.25, "count": 4}}}
+        world.engines.lists = _Anybody()
+        response = case.call(base_url="http://testserver", app=world.app, headers={"Authorization": "Bearer a"})
+        assert response.status_code not in (500, 401, 403)
+        case.validate_response(response, checks=[status_code_conformance, response_schema_conformance])
+
+    feedback = FeedbackSources(constants_value_source=make_constants_value_source(schema))
+    operation = schema[path][method]
+    build_operation_test(config=schema.config, operation=operation, test_func=ask, given_kwargs={}, feedback=feedback)()
 
 
 class _Anybody(dict[str, Any]):

@@ -1,19 +1,21 @@
 """Fixtures of the integration tests, by what a module says of itself.
 
 `DEPLOYMENT = SharedDeployment(...)`: `deployment`, one that may live as long as the session, with one `engine`.
-`FLEET = {...}`, options of `Fleet`: `fleet`, deployments of the module alone, and on them a `stage` or a `floor`.
+`FLEET = {...}`, options of `Fleet`: `fleet`, deployments of the module, and on them a `stage` or a `floor`.
 `BENCHES_AT_ONCE = n`: the scenarios run beside each other on benches of their own, n at a time, not on the fleet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 import pytest
 
+from tests.conftest import group_of
 from tests.integration.serving import Deployments, Factory, SharedDeployment, on_every_worker, remove_nodes
-from tests.integration.stage import EngineFactory, Fleet, Outcomes, Stage, benches, run_beside, staged, stages
+from tests.integration.stage import EngineFactory, Fleet, Fleets, Outcomes, Stage, benches, run_beside, staged, stages
 from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
 from tests.support.epd import EpdEngine
@@ -84,7 +86,7 @@ def engine(shared: SharedDeployment, deployment: Deployment, engine_of_module: S
     return engine
 
 
-# --- deployments of one module
+# --- deployments of one module, or of a few
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +95,27 @@ def fleet_server(redis_server: PrivateRedis) -> PrivateRedis:
     return redis_server
 
 
+@pytest.fixture(scope="session")
+def fleets_of_session(redis_server: PrivateRedis) -> Iterator[Fleets]:
+    fleets = Fleets()
+    yield fleets
+    fleets.close()
+
+
 @pytest.fixture(scope="module")
-def fleet(request: pytest.FixtureRequest, fleet_server: PrivateRedis) -> Iterator[Fleet]:
-    made = Fleet(fleet_server, **request.module.FLEET)
-    yield made
-    made.close()
+def fleet_of(
+    request: pytest.FixtureRequest, fleet_server: PrivateRedis, fleets_of_session: Fleets
+) -> Iterator[Callable[..., Fleet]]:
+    """`fleet_of(workers=2, settings={...})`: a fleet that ends with the module, or with its group if it has one."""
+    file = request.node.nodeid
+    yield functools.partial(fleets_of_session.get, group_of(file), fleet_server)
+    if group_of(file) == file:
+        fleets_of_session.close()
+
+
+@pytest.fixture(scope="module")
+def fleet(request: pytest.FixtureRequest, fleet_of: Callable[..., Fleet]) -> Fleet:
+    return fleet_of(**request.module.FLEET)
 
 
 @pytest.fixture

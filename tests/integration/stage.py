@@ -40,6 +40,25 @@ T = TypeVar("T")
 
 EngineFactory = Callable[..., SimulatedEngine]
 
+PROBE_INTERVAL_S, LEASE_S = 1.0, 2.0
+FIRST_BYTE_S = 6.0
+# Prefill and decode on vLLM or SGLang, beside the protocol between them.
+PD_CONNECT_S, PD_FIRST_BYTE_S = 1.0, 1.5
+PD_SETTINGS: dict[str, Any] = {
+    "serving_strategy": "DistServe",
+    "probe_interval_s": 1,
+    "lease_s": 2,
+    "connect_timeout_s": PD_CONNECT_S,
+    "prefill_timeout_s": 10,
+    "first_byte_timeout_s": PD_FIRST_BYTE_S,
+}
+# Two hosts, with times that a test can wait for.
+TWO_HOSTS: dict[str, Any] = {
+    "masters": 2,
+    "workers": 2,
+    "settings": {"probe_interval_s": PROBE_INTERVAL_S, "lease_s": LEASE_S, "first_byte_timeout_s": FIRST_BYTE_S},
+}
+
 
 class Fleet:
     """Deployments of one file, by name: started at first use, again if a test left one dead, stopped at the end.
@@ -82,6 +101,29 @@ class Fleet:
             _close(masters)
             for space, _ in self._running.values():
                 space.clear()
+
+
+class Fleets:
+    """Fleets by their options, for the files of one group at a time (`SHARING` in tests/conftest.py)."""
+
+    def __init__(self) -> None:
+        self._group = ""
+        self._made: dict[str, Fleet] = {}
+
+    def get(self, group: str, server: PrivateRedis, **options: Any) -> Fleet:
+        if group != self._group:
+            self.close()
+            self._group = group
+        name = json.dumps([id(server), options], sort_keys=True)
+        if name not in self._made:
+            self._made[name] = Fleet(server, **options)
+        return self._made[name]
+
+    def close(self) -> None:
+        made, self._made = self._made, {}
+        with contextlib.ExitStack() as stack:  # all of them, though one fails
+            for fleet in made.values():
+                stack.callback(fleet.close)
 
 
 def _close(masters: Sequence[Deployment]) -> None:
@@ -132,9 +174,13 @@ class Stage:
 
     def id_of(self, pid: int) -> str:
         """The id that a worker process has in Redis: `<host>-<pid>-<random>`."""
-        found = [worker for worker in self.worker_ids() if worker.split("-")[-2] == str(pid)]
-        assert len(found) == 1, f"{pid} in {self.worker_ids()}"
-        return found[0]
+
+        def look() -> str:
+            found = [worker for worker in self.worker_ids() if worker.split("-")[-2] == str(pid)]
+            assert len(found) == 1, f"{pid} in {self.worker_ids()}"
+            return found[0]
+
+        return eventually(look, within_s=5)  # one that has just started may not have joined yet
 
     def share(self, worker: str, engine: SimulatedEngine) -> int:
         """What one worker's ledger in Redis says about a node."""

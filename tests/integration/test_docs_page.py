@@ -8,16 +8,8 @@ from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from openapi_spec_validator import validate
-from schemathesis import Case
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
 
 from tests.integration.serving import SharedDeployment
 from tests.support.deployment import Deployment
@@ -135,7 +127,7 @@ def test_operations_say_what_they_are_for(deployment: Deployment) -> None:
     assert len(ids) == len(set(ids))
 
 
-def _towards_loopback(case: Case) -> None:
+def _towards_loopback(case: Any) -> None:
     """Whatever address was made up, it becomes one of loopback where nobody listens: tests talk to nobody else."""
     if isinstance(case.body, dict) and isinstance(url := case.body.get("url"), str):
         case.body["url"] = re.sub(r"^(https?://)[^/?#]*", r"\g<1>127.0.0.1:9", url, flags=re.IGNORECASE)
@@ -144,6 +136,14 @@ def _towards_loopback(case: Case) -> None:
 
 
 def test_schemathesis_finds_no_500_and_no_untruth(deployment: Deployment, engine: SimulatedEngine) -> None:
+    import schemathesis  # here: it takes long, and each of several jobs collects all files
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi.checks import (
+        content_type_conformance,
+        response_schema_conformance,
+        status_code_conformance,
+    )
+
     schema = schemathesis.openapi.from_url(deployment.url + "/openapi.json")
     tried: set[str] = set()
     for result in schema.get_all_operations():
@@ -158,7 +158,7 @@ def test_schemathesis_finds_no_500_and_no_untruth(deployment: Deployment, engine
             phases=[Phase.explicit, Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
-        def ask(case: Case) -> None:
+        def ask(case: Any) -> None:
             _towards_loopback(case)
             response = case.call(headers={"connection": "close"})
             assert response.status_code not in (500, 501), (case.as_curl_command(), response.text)

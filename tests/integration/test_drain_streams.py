@@ -11,10 +11,10 @@ import time
 import pytest
 
 from tests.integration.failing import tries
-from tests.integration.stage import Stage
+from tests.integration.stage import TWO_HOSTS, Stage
 from tests.support.wait import eventually
 
-FLEET = {"masters": 2, "workers": 2, "settings": {"probe_interval_s": 1, "lease_s": 2}}
+FLEET = TWO_HOSTS
 
 pytestmark = pytest.mark.timeout(120)
 

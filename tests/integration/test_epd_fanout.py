@@ -12,17 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.integration.stage import start
+from tests.integration.stage import TWO_HOSTS, start
 from tests.support import load
 from tests.support.epd_floor import Floor, RedisOrder, pictures, spread, text, user
 from tests.support.wait import eventually
 
 AT_A_TIME = 16
 WINDOW = 30
-SETTINGS = {"probe_interval_s": 1, "lease_s": 2}
-
-
-FLEET = {"masters": 2, "workers": 2, "settings": SETTINGS}
+FLEET = TWO_HOSTS
 
 
 def contiguous(assigned: Sequence[int], encoders: int) -> bool:

@@ -9,37 +9,25 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.integration.stage import Fleet, start
+from tests.integration.stage import PD_FIRST_BYTE_S, PD_SETTINGS, Fleet, start
 from tests.support import load
 from tests.support.engine import SimulatedEngine
 from tests.support.loop import LoopThread
 from tests.support.pd_vllm import Leaving, PdFloor, pd_floor, timings, usage_of, without_usage
-from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
 from workers.engine_pd_rules import CHAT, COMPLETIONS, NIXL_WANTED, Protocol
 
 PROTOCOLS: tuple[Protocol, ...] = ("nixl", "mooncake", "sglang")
-FIRST_BYTE_S = 1.5
-SETTINGS: dict[str, Any] = {
-    "serving_strategy": "DistServe",
-    "probe_interval_s": 1,
-    "lease_s": 2,
-    "prefill_timeout_s": 10,
-    "first_byte_timeout_s": FIRST_BYTE_S,
-}
 
 
 @pytest.fixture(scope="module")
-def fleets(redis_server: PrivateRedis) -> Iterator[dict[Protocol, Fleet]]:
-    made = {one: Fleet(redis_server, workers=2, settings=SETTINGS | {"pd_protocol": one}) for one in PROTOCOLS}
-    yield made
-    for fleet in made.values():
-        fleet.close()
+def fleets(fleet_of: Callable[..., Fleet]) -> dict[Protocol, Fleet]:
+    return {one: fleet_of(workers=2, settings=PD_SETTINGS | {"pd_protocol": one}) for one in PROTOCOLS}
 
 
 @pytest.fixture(params=PROTOCOLS)
@@ -313,7 +301,7 @@ def test_r68_no_decode_node_is_503_naming_the_role(floor: PdFloor) -> None:
 
 def test_r69_prefill_has_a_timeout_of_its_own_and_decode_follows_at_once(floor: PdFloor) -> None:
     """Prefill takes longer than any first byte may: its stage, and decode's that waits for it, are timed apart."""
-    p, d = floor.pair(prefill={"ttft_s": FIRST_BYTE_S + 0.5})
+    p, d = floor.pair(prefill={"ttft_s": PD_FIRST_BYTE_S + 0.5})
     answer = floor.chat(stream=True)
     assert answer.ok, answer.body
     computed_s, first_s = p.requests[0].finished_s, d.requests[0].first_byte_s

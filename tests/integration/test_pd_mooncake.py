@@ -9,24 +9,18 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.integration.stage import Fleet
+from tests.integration.stage import PD_SETTINGS, Fleet
 from tests.support.loop import LoopThread
 from tests.support.pd_vllm import Leaving, PdFloor, PdVllmEngine, pd_floor, took_s, usage_of
-from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
 
 WORKERS = 2
-SETTINGS: dict[str, Any] = {
-    "serving_strategy": "DistServe",
-    "pd_protocol": "mooncake",
-    "probe_interval_s": 1,
-    "lease_s": 2,
-}
+SETTINGS = PD_SETTINGS | {"pd_protocol": "mooncake"}
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +33,12 @@ def default_port() -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def fleets(redis_server: PrivateRedis, default_port: int) -> Iterator[dict[str, Fleet]]:
+def fleets(fleet_of: Callable[..., Fleet], default_port: int) -> dict[str, Fleet]:
     others = {"prefill_fallback": True, "bootstrap_port": default_port}
-    made = {
-        "": Fleet(redis_server, workers=WORKERS, settings=SETTINGS),
-        "other": Fleet(redis_server, workers=1, settings=SETTINGS | others),
+    return {
+        "": fleet_of(workers=WORKERS, settings=SETTINGS),
+        "other": fleet_of(workers=1, settings=SETTINGS | others),
     }
-    yield made
-    for fleet in made.values():
-        fleet.close()
 
 
 @pytest.fixture

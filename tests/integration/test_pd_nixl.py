@@ -7,38 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.integration.stage import Fleet
+from tests.integration.stage import PD_CONNECT_S, PD_SETTINGS, Fleet
 from tests.support import load
 from tests.support.loop import LoopThread
 from tests.support.pd_vllm import FullListener, PdFloor, pd_floor, took_s, usage_of
-from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
 
-CONNECT_S = 1.0
-SETTINGS: dict[str, Any] = {
-    "serving_strategy": "DistServe",
-    "pd_protocol": "nixl",
-    "probe_interval_s": 1,
-    "lease_s": 2,
-    "connect_timeout_s": CONNECT_S,
-}
+SETTINGS = PD_SETTINGS | {"pd_protocol": "nixl"}
 OTHERS: dict[str, dict[str, Any]] = {
     "": {},
-    "strict": {"pd_missing_params": "fail", "prefill_fallback": True, "handover_lease_s": CONNECT_S / 2},
+    "strict": {"pd_missing_params": "fail", "prefill_fallback": True, "handover_lease_s": PD_CONNECT_S / 2},
 }
 
 
 @pytest.fixture(scope="module")
-def fleets(redis_server: PrivateRedis) -> Iterator[dict[str, Fleet]]:
-    made = {name: Fleet(redis_server, workers=2, settings=SETTINGS | more) for name, more in OTHERS.items()}
-    yield made
-    for fleet in made.values():
-        fleet.close()
+def fleets(fleet_of: Callable[..., Fleet]) -> dict[str, Fleet]:
+    return {name: fleet_of(workers=2, settings=SETTINGS | more) for name, more in OTHERS.items()}
 
 
 @pytest.fixture
@@ -154,13 +143,13 @@ def test_missing_params_fail_where_that_is_wanted(strict: PdFloor) -> None:
 
 def test_r69_params_older_than_the_lease_are_never_sent(strict: PdFloor) -> None:
     """The first decode node takes so long to be reached that prefill has to begin again."""
-    (p,) = strict.engines("prefill", lease_s=CONNECT_S * 0.8)
+    (p,) = strict.engines("prefill", lease_s=PD_CONNECT_S * 0.8)
     slow, good = strict.engines("decode", 2, chunks=2)
     slow.stop()
     full = FullListener(slow.port)
     try:
         answers: list[load.Answer] = []
-        while not answers or took_s(answers[-1]) < CONNECT_S * 0.9:
+        while not answers or took_s(answers[-1]) < PD_CONNECT_S * 0.9:
             assert len(answers) < 20, "none of them tried the slow one first"
             answers.append(strict.chat())
     finally:

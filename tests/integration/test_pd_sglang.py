@@ -11,26 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.integration.stage import Fleet, start
+from tests.integration.stage import PD_SETTINGS, Fleet, start
 from tests.support.loop import LoopThread
 from tests.support.pd_vllm import PdFloor, PdVllmEngine, pd_floor, took_s, usage_of
-from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
 
-SETTINGS: dict[str, Any] = {
-    "serving_strategy": "DistServe",
-    "pd_protocol": "sglang",
-    "probe_interval_s": 1,
-    "lease_s": 2,
-}
+FLEET = {"workers": 2, "settings": PD_SETTINGS | {"pd_protocol": "sglang"}}
 DEFAULT_PORT = 8998
-
-
-@pytest.fixture(scope="module")
-def fleet(redis_server: PrivateRedis) -> Iterator[Fleet]:
-    one = Fleet(redis_server, workers=2, settings=SETTINGS)
-    yield one
-    one.close()
 
 
 @pytest.fixture

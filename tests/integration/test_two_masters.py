@@ -9,6 +9,10 @@ import time
 import pytest
 
 from tests.integration.stage import (
+    FIRST_BYTE_S,
+    LEASE_S,
+    PROBE_INTERVAL_S,
+    TWO_HOSTS,
     Stage,
     beside,
     during,
@@ -21,19 +25,10 @@ from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
 from tests.support.wait import eventually
 
-PROBE_INTERVAL_S = 1.0
-LEASE_S = 2.0
-FIRST_BYTE_S = 6.0
-
-
 pytestmark = pytest.mark.timeout(180)  # the first test of the scenarios waits for all of them
 
 
-FLEET = {
-    "masters": 2,
-    "workers": 2,
-    "settings": {"probe_interval_s": PROBE_INTERVAL_S, "lease_s": LEASE_S, "first_byte_timeout_s": FIRST_BYTE_S},
-}
+FLEET = TWO_HOSTS
 
 
 def models_of(deployment: Deployment) -> list[str]:

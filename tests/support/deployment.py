@@ -131,7 +131,7 @@ class Deployment:
             if not self.process.running or time.monotonic() > deadline_s:
                 state = "still starting" if self.process.running else "ended"
                 raise AssertionError(f"no /health within {within_s} s, {state}:\n{self.log()[-6000:]}")
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def stop(self, number: int = signal.SIGTERM, *, within_s: float | None = None) -> int:
         """Ask the master to end; its exit code. What it left behind is in `left_behind`.

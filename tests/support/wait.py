@@ -9,7 +9,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-EVERY_S = 0.01
+EVERY_S = 0.02
 
 
 def eventually(check: Callable[[], T], *, within_s: float = 2.0, every_s: float = EVERY_S) -> T:
