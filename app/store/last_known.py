@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ class LastKnown:
         self._path = path
         self._newest: Snapshot | None = None
         self._writing: asyncio.Task[None] | None = None
+        self._turn = threading.Lock()
         self._told = False
 
     @classmethod
@@ -89,6 +91,10 @@ class LastKnown:
             await asyncio.to_thread(self._write, newest)
 
     def _write(self, snapshot: Snapshot) -> None:
+        with self._turn:  # a thread that was given up goes on: what it has is older, and must not come last
+            self._write_now(snapshot)
+
+    def _write_now(self, snapshot: Snapshot) -> None:
         nodes = {url: node_to_fields(node) for url, node in snapshot.nodes.items()}
         body: bytes = msgpack.packb({"nodes": nodes, "engine_keys": dict(snapshot.engine_keys)})
         digest = hashlib.blake2b(body).digest()

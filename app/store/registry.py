@@ -41,6 +41,8 @@ CALLS_AT_ONCE = 32
 EVENTS_LOOK_S = 5.0
 READ_TRIES = 5
 """How often a read follows a registry that changes under it."""
+LAST_WORDS_S = 0.5
+"""For what a worker that leaves still tells the others; they would find out without it."""
 
 T = TypeVar("T")
 
@@ -150,10 +152,12 @@ class Registry:
         self._listener = asyncio.create_task(self._listen(), name="registry-events")
 
     async def close(self) -> None:
-        for task in (self._listener, self._refreshing, *self._background):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        await _end(self._listener)  # first: it may begin to look once more
+        if self._background:
+            # A connection that the client library is just making, cancelled, would stay open.
+            await asyncio.wait(self._background, timeout=LAST_WORDS_S)
+        for task in (self._refreshing, *self._background):
+            await _end(task)
         for client in (self.redis, self._events):
             with contextlib.suppress(RedisError, OSError):
                 await client.aclose()
@@ -561,3 +565,9 @@ def as_unavailable() -> Iterator[None]:
 
 def _flat(fields: Mapping[str, str]) -> list[Argument]:
     return [part for item in fields.items() for part in item]
+
+
+async def _end(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

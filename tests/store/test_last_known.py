@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -202,3 +203,23 @@ async def test_nodes_that_settings_name_are_assumed_only_until_redis_is_there() 
         assert not worker.registry.snapshot.nodes
         assert space.cli("EXISTS", space.key("nodes")) == 0
         await worker.__aexit__(None, None, None)
+
+
+async def test_what_is_written_slowly_does_not_come_after_what_is_newer(tmp_path: Path) -> None:
+    last, begun, go = LastKnown(tmp_path / "nodes"), threading.Event(), threading.Event()
+    write = last._write_now
+
+    def slowly(snapshot: Snapshot) -> None:
+        if not begun.is_set():
+            begun.set()
+            go.wait(5)
+        write(snapshot)
+
+    last._write_now = slowly  # type: ignore[method-assign]
+    for state in (State.PENDING, State.READY):
+        last.keep(Snapshot(1, {A: Node(A, models=("m",), state=state)}, {}))
+        await asyncio.to_thread(begun.wait, 5)
+    asyncio.get_running_loop().call_later(0.1, go.set)
+    await last.close()
+    found = LastKnown(tmp_path / "nodes").load()
+    assert found is not None and found[0].nodes[A].state == State.READY

@@ -12,6 +12,7 @@ from typing import Any
 import msgpack
 import pytest
 import redis as redis_client
+import redis.asyncio as aioredis
 from redis.asyncio.client import PubSub
 
 from app.errors import StoreUnavailable
@@ -488,6 +489,35 @@ async def test_closing_ends_the_listener_even_if_its_cancellation_is_lost(
         listener.cancel()
         done, _ = await asyncio.wait({listener}, timeout=2)
         assert done
+
+
+async def test_a_look_that_the_listener_begins_while_it_ends_ends_too(redis: Space) -> None:
+    """On Python 3.11 asyncio.wait_for loses a cancellation that comes with its result; here it always does."""
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        registry = worker.registry
+        assert registry._listener is not None
+        registry._listener.cancel()
+        await asyncio.gather(registry._listener, return_exceptions=True)
+
+        async def listen() -> None:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                registry._read = asyncio.Event().wait  # type: ignore[assignment]  # it takes its time
+                registry.refresh_soon()
+
+        registry._listener = asyncio.create_task(listen())
+        await asyncio.sleep(0)
+    assert registry._refreshing is None
+
+
+async def test_what_is_still_to_be_told_is_told_before_it_closes(redis: Space) -> None:
+    async with aioredis.Redis.from_url(redis.url) as client, client.pubsub() as heard:
+        await heard.subscribe(redis.key("events"))
+        assert (await heard.get_message(timeout=5))["type"] == "subscribe"
+        async with Watcher(redis, 1) as (registry,):
+            await registry.add(A, **plain())
+        assert (await heard.get_message(timeout=5))["type"] == "message"
 
 
 async def test_a_change_listener_is_told_of_every_new_snapshot(redis: Space) -> None:
