@@ -498,6 +498,7 @@ async def test_a_look_that_the_listener_begins_while_it_ends_ends_too(redis: Spa
         assert registry._listener is not None
         registry._listener.cancel()
         await asyncio.gather(registry._listener, return_exceptions=True)
+        await aeventually(lambda: registry._refreshing is None)
 
         async def listen() -> None:
             try:
