@@ -40,8 +40,8 @@ for i = FIRST + 1, FIRST + size do
     nodes[#nodes + 1] = {
         url = url,
         speed = tonumber(ARGV[i + size]),
-        unfinished = tonumber(redis.call('HGET', unfinished, url) or '0'),
-        credit = tonumber(redis.call('HGET', credit_key, url) or '0') or 0,
+        unfinished = READS_UNFINISHED and tonumber(redis.call('HGET', unfinished, url) or '0') or 0,
+        credit = KEEPS_CREDIT and tonumber(redis.call('HGET', credit_key, url) or '0') or 0,
     }
 end
 -- Whatever somebody may have written there, infinity too: a position is needed, and every one is as good.

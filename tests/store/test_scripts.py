@@ -227,7 +227,7 @@ def test_an_encoder_policy_names_its_contract_and_its_twin(name: str) -> None:
     assert "assign(nodes, start, item) -> index" in header(text)
     assert "Twin: app/balancing/encoders.py" in header(text)
     assert "redis." not in code_of(text)
-    assert set(bindings(text)) >= {"MOVES_CURSOR", "KEEPS_CREDIT"}
+    assert set(bindings(text)) >= {"MOVES_CURSOR", "KEEPS_CREDIT", "READS_UNFINISHED"}
 
 
 def test_every_policy_has_its_script_and_its_twin() -> None:

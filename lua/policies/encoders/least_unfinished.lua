@@ -2,9 +2,10 @@
 -- go round from the shared cursor, so that idle encoders fill evenly.
 --
 -- assign(nodes, start, item) -> index
---   nodes   array of {url, speed, unfinished, credit}; start: cursor, from 0; item: from 1
+--   nodes   array of {url, speed, unfinished, credit}, the last two 0 where they are not asked for; start: cursor,
+--   from 0; item: from 1
 -- Twin: app/balancing/encoders.py.
-local MOVES_CURSOR, KEEPS_CREDIT = true, false
+local MOVES_CURSOR, KEEPS_CREDIT, READS_UNFINISHED = true, false, true
 
 local function assign(nodes, start, item)
     local best, least
