@@ -4,7 +4,8 @@
     python -m bench.legs [--requests 3000] [--rounds 3]
 
 One deployment of one worker after the other, in front of engines of zero latency: Hybrid, prefill and decode (NIXL), an
-encoder before one node, an encoder before a pair. CPU is user and system time of the whole process tree, Redis included. The ratio is the CPU of a split request to that of as many Hybrid requests as it has legs.
+encoder before one node, an encoder before a pair. CPU is user and system time of the whole process tree,
+Redis included. The ratio is the CPU of a split request to that of as many Hybrid requests as it has legs.
 Everything is on loopback and ends with it; about two minutes.
 """
 
