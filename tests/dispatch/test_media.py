@@ -515,7 +515,7 @@ def test_entries_of_another_shape_are_a_502(entries: Any) -> None:
         b'{"ec_transfer_params":{"A":{"x":"\\ud800"}}}',
         b'{"ec_transfer_params":{"A":{"x":"\xff"}}}',
         b'{"ec_transfer_params":' + b"[" * 100_000,
-        b'{"ec_transfer_params":{"A":' + b'{"a":' * 5_000 + b"1" + b"}" * 5_000 + b"}}",
+        b'{"ec_transfer_params":{"A":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}}",
         b'{"n":' + b"1" * 5_000 + b"}",
     ],
 )

@@ -24,6 +24,7 @@ from app.balancing import ENCODER_POLICIES, Encoder
 from app.balancing.encoders import assign_round_robin
 from app.errors import ModelNotFound, NoNodeAvailable
 from app.nodes import Role, State
+from app.store import ledger as ledger_module
 from app.store.keys import Keys
 from app.store.ledger import Ticket
 from app.store.pipeline import Pipeline
@@ -423,7 +424,10 @@ async def test_encoders_join_and_leave_under_load_and_no_request_fails(redis: Sp
         give_back(held)
 
 
-async def test_a_stale_snapshot_is_refreshed_before_anything_is_assigned(redis: Space) -> None:
+async def test_a_stale_snapshot_is_refreshed_before_anything_is_assigned(
+    redis: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "RENEW_S", 60.0)  # its replies tell of the version too
     async with workers(redis, 2) as (w1, w2):
         await add_encoders(w1, E0, E1, E2)
         await w2.registry.refresh()
