@@ -433,6 +433,7 @@ async def test_a_stale_snapshot_is_refreshed_before_anything_is_assigned(
         await w2.registry.refresh()
         w2.registry._listener.cancel()  # type: ignore[union-attr]  # it hears of nothing by itself
         give_back(await encode(w2, 1))
+        await w2.take_nothing()
         await w1.registry.remove(E1)
         assert E1 in w2.registry.snapshot.nodes
         held = await encode(w2, 4)  # position 1 of E0, E2
