@@ -249,6 +249,7 @@ def test_r80_a_partial_result_fails_closed(floor: Floor, both: EpdEngine) -> Non
     """Of several encoders one reports what can't be matched: nothing goes on, whatever the others said."""
     encoders = floor.encoders(3)
     encoders[2].script(lambda proper: {f"other-{key}": {"metadata": {}, "item_indices": [9]} for key in proper})
+    encoders[2].set(ttft_s=0.3)  # else it may end what has not been sent yet
     openai_error(floor.chat(pictures(6)), 502)
     assert all(encoder.requests for encoder in encoders)
     assert not both.requests
