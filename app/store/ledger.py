@@ -489,7 +489,7 @@ class Ledger:
         command = self._releases.get((url, answered))
         if command is None:
             command = self._releases[url, answered] = self._make_release(self._index, url, answered)
-        self._pipeline.send_with_the_next(command, self._released)
+        self._pipeline.send(command, self._released)
 
     def _make_release(self, index: LoadIndex, url: str, answered: bool) -> bytes:
         keys = self._keys

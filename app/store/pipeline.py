@@ -4,9 +4,7 @@ Owns the socket, the framing and the deadline of each command. It must not know 
 
 Why not the client library here: one connection gives one order, and the ledger's arithmetic rests on
 that order (a restate is right only if nobody can tell what ran before it and what after). Commands
-given in one turn of the event loop leave in one write, so N concurrent requests share a round trip. What
-nobody waits for leaves with the next command that somebody does wait for, or `WITHIN_S` later: a write less,
-here and at the server.
+given in one turn of the event loop leave in one write, so N concurrent requests share a round trip.
 Nothing is ever sent twice: after any error nobody knows what ran, and the ledger restates.
 A caller that is cancelled leaves nothing behind either: its reply still comes to its callback.
 """
@@ -32,8 +30,6 @@ Reply = Any
 Callback = Callable[[Reply], None]
 """Gets the reply: ints, bytes, lists of them, or an exception (an error reply, or StoreUnavailable)."""
 
-WITHIN_S = 0.001
-"""As long as a command may wait for company: about what a round trip to another host takes."""
 LAST_WORDS_BYTES = 4096
 GRACE_S = 0.05
 """A late reply may be waiting in the socket while our own event loop was stalled: look once more."""
@@ -49,8 +45,6 @@ class Pipeline(asyncio.Protocol):
         self._reader = hiredis.Reader()
         self._transport: asyncio.Transport | None = None
         self._outgoing: list[bytes] = []
-        self._flushing = False  # in this turn
-        self._later: asyncio.TimerHandle | None = None  # or then
         self._waiting: deque[tuple[Callback, float]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._lost: StoreUnavailable | None = None
@@ -111,21 +105,8 @@ class Pipeline(asyncio.Protocol):
         if self._lost is not None:
             callback(self._lost)
             return
-        if not self._flushing:
-            self._flushing = True
+        if not self._outgoing:
             self._loop.call_soon(self._flush)
-        self._append(packed, callback)
-
-    def send_with_the_next(self, packed: bytes, callback: Callback) -> None:
-        """The same of one whose reply nobody waits for: it leaves with the next command, or within `WITHIN_S`."""
-        if self._lost is not None:
-            callback(self._lost)
-            return
-        if self._later is None:
-            self._later = self._loop.call_later(WITHIN_S, self._flush_what_waits)
-        self._append(packed, callback)
-
-    def _append(self, packed: bytes, callback: Callback) -> None:
         self._outgoing.append(packed)
         self._waiting.append((callback, time.monotonic()))
         if self._timer is None:
@@ -147,12 +128,7 @@ class Pipeline(asyncio.Protocol):
             raise StoreUnavailable(f"Redis answered: {reply}") from reply
         return reply
 
-    def _flush_what_waits(self) -> None:
-        self._later = None
-        self._flush()
-
     def _flush(self) -> None:
-        self._flushing = False
         if self._transport is not None and self._outgoing:
             self._transport.write(b"".join(self._outgoing))
         self._outgoing.clear()
@@ -183,9 +159,8 @@ class Pipeline(asyncio.Protocol):
         if self._lost is not None:
             return
         self._lost = reason
-        for timer in (self._timer, self._later):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._transport is not None:
             # abort, not close: unsent commands must not run after somebody restated.
             self._transport.abort()

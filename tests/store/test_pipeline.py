@@ -15,9 +15,7 @@ import pytest
 
 from app.errors import ConfigurationError, StoreUnavailable
 from app.redis_url import RedisAddress
-from app.store import pipeline as pipeline_module
 from app.store.pipeline import Pipeline
-from app.store.scripts import packed_command
 from tests.store.faults import LossyRoad
 from tests.support.redis import Space
 from tests.support.wait import aeventually
@@ -77,45 +75,6 @@ async def test_commands_of_one_turn_leave_in_one_write(redis: Space) -> None:
         written = written_by(pipeline)
         await asyncio.gather(*(pipeline.call(("PING",)) for _ in range(50)))
         assert len(written) == 1
-
-
-async def test_what_nobody_waits_for_leaves_with_the_next_command_in_its_place(
-    redis: Space, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pipeline_module, "WITHIN_S", 60)
-    async with opened(redis.url) as (pipeline, _):
-        written, got = written_by(pipeline), Replies()
-        pipeline.send_with_the_next(packed_command(("ECHO", "first")), got.to(1))
-        await asyncio.sleep(0.05)
-        assert not written and not got
-        pipeline.submit(("ECHO", "second"), got.to(2))
-        pipeline.send_with_the_next(packed_command(("ECHO", "third")), got.to(3))
-        await aeventually(lambda: len(got) == 3)
-        assert list(got) == [(1, b"first"), (2, b"second"), (3, b"third")] and len(written) == 1
-
-
-async def test_what_nobody_waits_for_leaves_soon_by_itself_and_all_of_that_time_in_one_write(redis: Space) -> None:
-    async with opened(redis.url) as (pipeline, _):
-        written, got = written_by(pipeline), Replies()
-        for _ in range(2):
-            for i in range(5):
-                pipeline.send_with_the_next(packed_command(("ECHO", f"{i}")), got.to(i))
-                await asyncio.sleep(0)
-            await aeventually(lambda: len(got) >= 5)
-            assert [name for name, _ in got] == list(range(5)) and len(written) == 1
-            written.clear()
-            got.clear()
-
-
-async def test_what_has_not_left_yet_is_told_that_the_connection_is_lost(redis: Space) -> None:
-    async with opened(redis.url) as (pipeline, _):
-        got = Replies()
-        pipeline.send_with_the_next(packed_command(("INCR", redis.key("x"))), got.to("it"))
-        pipeline.close()
-        pipeline.send_with_the_next(packed_command(("INCR", redis.key("x"))), got.to("later"))
-        assert [(name, type(reply)) for name, reply in got] == [("it", StoreUnavailable), ("later", StoreUnavailable)]
-        await asyncio.sleep(0.02)
-        assert redis.cli("EXISTS", redis.key("x")) == 0
 
 
 async def test_an_error_reply_is_the_callers_and_the_connection_stands(redis: Space) -> None:
