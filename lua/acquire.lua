@@ -10,7 +10,7 @@
 -- KEYS[4]  version            STRING registry version
 -- KEYS[5]  latency_mean       HASH   url -> mean of the latency window, seconds
 -- KEYS[6]  explored           HASH   url -> explorations since its last success
--- KEYS[7]  load_index         STRING registry version whose groups load:<group> are; taken away
+-- KEYS[7]  load_index         STRING name of the groups that load:<group> are; taken away
 -- ARGV[1]  worker             id
 -- ARGV[2]  generation         of the connection this call came over
 -- ARGV[3]  version            of the snapshot the candidates come from; '' = whatever it is now

@@ -8,18 +8,19 @@
 -- KEYS[2]  unfinished:<w>     HASH   url -> this worker's share, its ledger
 -- KEYS[3]  sessions           HASH   worker -> generation of its connection
 -- KEYS[4]  version            STRING registry version
--- KEYS[5]  load_index         STRING registry version whose groups load:<group> are
+-- KEYS[5]  load_index         STRING name of the groups that load:<group> are
 -- KEYS[6+] load:<group>       ZSET   <speed> <url> -> unfinished / speed; those of the first pool, of the second, ...
 -- ARGV[1]  worker             id
 -- ARGV[2]  generation         of the connection this call came over
 -- ARGV[3]  version            of the snapshot the groups come from
--- ARGV[4+] groups, draw       per pool: how many of KEYS[6+] are its, at least one; a number in [0, 1) for ties
+-- ARGV[4]  order              name of the groups: a registry version and a digest
+-- ARGV[5+] groups, draw       per pool: how many of KEYS[6+] are its, at least one; a number in [0, 1) for ties
 -- RETURN   {code, version, member, ...}  code: 0 taken (member: <speed> <url>, for each pool), 1 not a member
 --          (restate first), 2 snapshot is not current (refresh first), 6 loads are not ordered (order them first)
 -- COST     O(groups * log(nodes)) CALLER app/store/ledger.py
 local unfinished, ledger, sessions, version_key, load_index = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local worker, generation, version = ARGV[1], ARGV[2], ARGV[3]
-local FIRST, FIRST_GROUP = 4, 6
+local worker, generation, version, order = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local FIRST, FIRST_GROUP = 5, 6
 
 local at_once = redis.call('MGET', version_key, load_index)
 local current, ordered = at_once[1] or '0', at_once[2]
@@ -29,7 +30,7 @@ end
 if version ~= current then
     return { 2, tonumber(current) or 0 }
 end
-if ordered ~= current then
+if ordered ~= order then
     return { 6, tonumber(current) or 0 }
 end
 

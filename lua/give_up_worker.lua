@@ -5,7 +5,7 @@
 -- KEYS[3]  sessions           HASH   worker -> generation of its connection
 -- KEYS[4]  workers            ZSET   worker -> lease expiry, ms, Redis's clock
 -- KEYS[5]  handing:<w>        HASH   prefill|decode -> that worker's hand-overs
--- KEYS[6]  load_index         STRING registry version whose groups load:<group> are; gone where totals change
+-- KEYS[6]  load_index         STRING name of the groups that load:<group> are; gone where totals change
 -- ARGV[1]  worker             id
 -- ARGV[2]  certain            '1': its death is known (its host's master saw it end, or it leaves);
 --                             '0': only if its lease is over

@@ -2,23 +2,24 @@
 --
 -- KEYS[1]  unfinished         HASH   url -> total over all workers
 -- KEYS[2]  version            STRING registry version
--- KEYS[3]  load_index         STRING registry version whose groups load:<group> are
+-- KEYS[3]  load_index         STRING name of the groups that load:<group> are
 -- KEYS[4+] load:<group>       ZSET   <speed> <url> -> unfinished / speed
 -- ARGV[1]  version            of the snapshot the groups come from
--- ARGV[2]  lifetime           ms; then they are ordered anew, whatever somebody may have done to them
--- ARGV[3+] size, member, ...  per group: how many nodes, and each as <speed> <url>
+-- ARGV[2]  order              name of the groups: a registry version and a digest
+-- ARGV[3]  lifetime           ms; then they are ordered anew, whatever somebody may have done to them
+-- ARGV[4+] size, member, ...  per group: how many nodes, and each as <speed> <url>
 -- RETURN   {code, version}    code: 0 ordered, 2 snapshot is not current, 8 they are ordered already
 -- COST     O(nodes * log(nodes)) CALLER app/store/ledger.py
 local unfinished, version_key, load_index = KEYS[1], KEYS[2], KEYS[3]
-local version, lifetime_ms = ARGV[1], tonumber(ARGV[2])
-local FIRST, FIRST_GROUP, AT_ONCE = 3, 4, 400
+local version, order, lifetime_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local FIRST, FIRST_GROUP, AT_ONCE = 4, 4, 400
 
 local at_once = redis.call('MGET', version_key, load_index)
 local current, ordered = at_once[1] or '0', at_once[2]
 if version ~= current then
     return { 2, tonumber(current) or 0 }
 end
-if ordered == current then
+if ordered == order then
     return { 8, tonumber(current) or 0 }
 end
 
@@ -44,5 +45,5 @@ for group = FIRST_GROUP, #KEYS do
     redis.call('PEXPIRE', KEYS[group], 2 * lifetime_ms)
     at = at + 1 + size
 end
-redis.call('SET', load_index, version, 'PX', lifetime_ms)
+redis.call('SET', load_index, order, 'PX', lifetime_ms)
 return { 0, tonumber(current) or 0 }

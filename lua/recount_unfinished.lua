@@ -2,7 +2,7 @@
 --
 -- KEYS[1]  unfinished         HASH   url -> total over all workers
 -- KEYS[2]  workers            ZSET   worker -> lease expiry, ms, Redis's clock
--- KEYS[3]  load_index         STRING registry version whose groups load:<group> are; gone where totals change
+-- KEYS[3]  load_index         STRING name of the groups that load:<group> are; gone where totals change
 -- KEYS[4+] unfinished:<w>     HASH   url -> that worker's share; one per worker
 -- ARGV[1+] worker             ids, in the order of KEYS[4+]
 -- RETURN   {code, corrected}  code: 0 counted, 2 the workers are others by now (call again);

@@ -5,19 +5,19 @@
 -- KEYS[3]  sessions           HASH   worker -> generation of its connection
 -- KEYS[4]  version            STRING registry version
 -- KEYS[5]  failures           HASH   url -> failures in a row
--- KEYS[6]  load_index         STRING registry version whose groups load:<group> are
+-- KEYS[6]  load_index         STRING name of the groups that load:<group> are
 -- KEYS[7+] load:<group>       ZSET   <speed> <url> -> unfinished / speed; the node's, if it is in one
 -- ARGV[1]  worker             id
 -- ARGV[2]  generation         of the connection this call came over
 -- ARGV[3]  url                node
 -- ARGV[4]  answered           '1': the node answered, and not that it can't serve; its row of failures ends
--- ARGV[5]  ordered            registry version in which the caller looked for the node's group; '' = it did not
+-- ARGV[5]  order              name of the groups among which the caller looked for the node; '' = it did not
 -- ARGV[6+] speed, member      of the node in its group: <speed> <url>
 -- RETURN   {code, version}    code: 0 released, 1 not a member (restate), 3 none was counted
 -- COST     O(1)               CALLER app/store/ledger.py
 local unfinished, ledger, sessions, version_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local failures, load_index = KEYS[5], KEYS[6]
-local worker, generation, url, answered, known = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local worker, generation, url, answered, order = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local GROUP, SPEED, MEMBER = 7, 6, 7
 
 local at_once = redis.call('MGET', version_key, load_index)
@@ -42,7 +42,7 @@ local running = redis.call('HINCRBY', unfinished, url, -1)
 if running <= 0 then
     redis.call('HDEL', unfinished, url)
 end
-if ordered and ordered ~= known then
+if ordered and ordered ~= order then
     redis.call('DEL', load_index)
 elseif ordered and KEYS[GROUP] then
     redis.call('ZADD', KEYS[GROUP], math.max(running, 0) / ARGV[SPEED], ARGV[MEMBER])

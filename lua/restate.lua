@@ -9,7 +9,7 @@
 -- KEYS[3]  sessions           HASH   worker -> generation of its connection
 -- KEYS[4]  workers            ZSET   worker -> lease expiry, ms, Redis's clock
 -- KEYS[5]  version            STRING registry version
--- KEYS[6]  load_index         STRING registry version whose groups load:<group> are; gone where totals change
+-- KEYS[6]  load_index         STRING name of the groups that load:<group> are; gone where totals change
 -- ARGV[1]  worker             id
 -- ARGV[2]  generation         of the connection this call came over; each new one is larger
 -- ARGV[3]  lease              ms

@@ -64,8 +64,6 @@ BACKOFF_S = (0.05, 1.0)
 """First and longest pause between attempts to reach Redis: counts are exact again 2 s after it is back."""
 
 DONE = int(Code.DONE)
-CALLS_KEPT = 4096
-"""Pools whose acquire is kept in bytes: those of one registry version are bounded, retries make some of their own."""
 PACKED_DRAWS = b"$12\r\n0.%010d\r\n$12\r\n0.%010d\r\n"
 """Two numbers in [0, 1), packed."""
 
@@ -177,7 +175,7 @@ class Ledger:
         self._calls: dict[Pool, bytes] = {}  # an acquire of the pool, but for the draws
         self._releases: dict[tuple[str, bool], bytes] = {}
         # Of the registry's snapshot: where nodes stand in the order of loads, since when, and calls that go by it.
-        self._index = LoadIndex(keys, registry.snapshot)
+        self._index = LoadIndex(keys, registry.snapshot, by_load=self._by_load)
         self._indexed_at_s = time.monotonic()
         self._ordered_calls: dict[tuple[tuple[int, ...], ...], Prepared] = {}
         # What the encoder policy goes by while Redis is away.
@@ -336,9 +334,9 @@ class Ledger:
             (pool,) = pools
             begun = self._calls.get(pool)
             if begun is None:
-                if len(self._calls) >= CALLS_KEPT:
-                    self._calls.clear()
-                begun = self._calls[pool] = self._call(call, pool.version, pool.words + 2, pool.packed)
+                begun = self._call(call, pool.version, pool.words + 2, pool.packed)
+                if pool.kept:
+                    self._calls[pool] = begun
             command = begun + PACKED_DRAWS % (int(draw() * 1e10), int(draw() * 1e10))
             return call.script, command, lambda reply: [pool.urls[reply[2] - 1]]
         each = b"".join([pool.packed + PACKED_DRAWS % (int(draw() * 1e10), int(draw() * 1e10)) for pool in pools])
@@ -360,7 +358,7 @@ class Ledger:
             names = [keys.unfinished, keys.ledger(self.worker), keys.sessions, keys.version, keys.load_index]
             names += [keys.load(group) for of_pool in groups for group in of_pool]
             call = self._ordered_calls[groups] = Prepared(self._scripts["acquire_least_loaded"], names, (self.worker,))
-        words = [word for of_pool in groups for word in (len(of_pool), repr(self._draws.random()))]
+        words = [index.name, *(word for of_pool in groups for word in (len(of_pool), repr(self._draws.random())))]
         return call.script, self._call(call, pools[0].version, len(words), packed(*words)), self._read_members
 
     def _read_members(self, reply: list[Any]) -> list[str]:
@@ -369,7 +367,7 @@ class Ledger:
     def _load_index(self) -> LoadIndex:
         snapshot = self._registry.snapshot
         if snapshot is not self._index.snapshot:
-            self._index, self._indexed_at_s = LoadIndex(self._keys, snapshot), time.monotonic()
+            self._index, self._indexed_at_s = LoadIndex(self._keys, snapshot, by_load=self._by_load), time.monotonic()
             self._ordered_calls.clear()
             self._calls.clear()
             self._releases.clear()
@@ -495,8 +493,8 @@ class Ledger:
         keys = self._keys
         names = [keys.unfinished, keys.ledger(self.worker), keys.sessions, keys.version, keys.failures, keys.load_index]
         words: list[Argument] = [self.worker, self._generation, url, int(answered)]
-        if self._by_load and len(index.snapshot.nodes) >= LARGE:
-            words.append(index.snapshot.version)
+        if len(index):
+            words.append(index.name)
             if place := index.place(url):
                 names.append(keys.load(place.group))
                 words += [repr(place.speed), place.member]

@@ -7,7 +7,8 @@ candidates for a model are some groups, all of each. In Redis each group is orde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from app.nodes import Breaker, Node, Role, State
@@ -17,12 +18,10 @@ from app.store.snapshot import Pool, Snapshot, effective_speeds
 
 LARGE = 40
 """Nodes from which on an ordered set is cheaper for Redis than a look at each candidate."""
-NODES_A_GROUP = 8
-"""At least, on average: groups are looked at one by one."""
+FEW_GROUPS, NODES_A_GROUP = 4, 8
+"""Groups are looked at one by one, so they must be few, or large on average."""
 LIFETIME_MS = 10_000
 """After which the loads are ordered anew, whatever somebody may have done to them: a few ms of Redis."""
-POOLS = 4096
-"""Whose groups are remembered: those of one registry version are bounded, retries make some of their own."""
 
 
 class Place(NamedTuple):
@@ -34,72 +33,74 @@ class Place(NamedTuple):
 
 
 class LoadIndex:
-    """The groups of one snapshot. Cheap to make; the groups themselves are found when they are first asked for."""
+    """The groups of one snapshot; none where its fleet is not large.
 
-    def __init__(self, keys: Keys, snapshot: Snapshot) -> None:
+    `name` is what `load_index` says where the loads are ordered in these groups: the registry version, and a digest
+    that tells them from those of another fleet that came to the same version.
+
+    Args:
+        by_load: whether the routing strategy goes by it; else there are no groups either.
+    """
+
+    def __init__(self, keys: Keys, snapshot: Snapshot, *, by_load: bool) -> None:
         self.snapshot = snapshot
         self._keys = keys
-        self._groups: list[list[Node]] | None = None
         self._places: dict[str, Place] = {}
+        self._sizes: list[int] = []
         self._pools: dict[Pool, tuple[int, ...]] = {}
+        words: list[Argument] = []
+        for nodes in _groups_of(snapshot) if by_load and len(snapshot.nodes) >= LARGE else ():
+            places = [Place(len(self._sizes), speed, f"{speed!r} {node.url}") for node, speed in nodes]
+            self._places.update((node.url, place) for (node, _), place in zip(nodes, places, strict=True))
+            self._sizes.append(len(nodes))
+            words += [len(nodes), *(place.member for place in places)]
+        self._words = words
+        text = "\n".join(map(str, words))
+        self.name = f"{snapshot.version}:{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
     def __repr__(self) -> str:
-        return f"<LoadIndex version={self.snapshot.version} nodes={len(self.snapshot.nodes)}>"
+        return f"<LoadIndex {self.name} nodes={len(self._places)} groups={len(self._sizes)}>"
+
+    def __len__(self) -> int:
+        """How many groups."""
+        return len(self._sizes)
 
     def place(self, url: str) -> Place | None:
         """None: no group has it, so no load of it is kept."""
-        self._find_groups()
         return self._places.get(url)
 
     def groups(self, pool: Pool) -> tuple[int, ...]:
         """The groups that are the candidates of `pool`, none more and none less; empty if there are no such, or if
         looking at each candidate is cheaper."""
+        if not pool.kept:
+            return ()  # a part of what a model has, made for one request
         known = self._pools.get(pool)
         if known is None:
-            if len(self._pools) >= POOLS:
-                self._pools.clear()
-            known = self._pools[pool] = self._groups_of(pool)
+            known = self._pools[pool] = self._make_groups(pool)
         return known
 
     def arguments(self) -> tuple[list[str], list[Argument]]:
         """KEYS and ARGV of index_loads.lua."""
-        groups = self._find_groups()
-        names = [
-            self._keys.unfinished,
-            self._keys.version,
-            self._keys.load_index,
-            *map(self._keys.load, range(len(groups))),
-        ]
-        words: list[Argument] = [self.snapshot.version, LIFETIME_MS]
-        for nodes in groups:
-            words += [len(nodes), *(self._places[node.url].member for node in nodes)]
-        return names, words
+        keys = self._keys
+        names = [keys.unfinished, keys.version, keys.load_index, *map(keys.load, range(len(self)))]
+        return names, [self.snapshot.version, self.name, LIFETIME_MS, *self._words]
 
-    def _find_groups(self) -> list[list[Node]]:
-        if self._groups is None:
-            found: dict[tuple[Role, frozenset[str]], list[Node]] = {}
-            if len(self.snapshot.nodes) >= LARGE:
-                for node in _getting_requests(self.snapshot):
-                    found.setdefault((node.role, frozenset(node.models)), []).append(node)
-            self._groups = list(found.values())
-            for number, nodes in enumerate(self._groups):
-                for node, speed in zip(nodes, effective_speeds(nodes), strict=True):
-                    self._places[node.url] = Place(number, speed, f"{speed!r} {node.url}")
-        return self._groups
-
-    def _groups_of(self, pool: Pool) -> tuple[int, ...]:
-        groups = self._find_groups()
+    def _make_groups(self, pool: Pool) -> tuple[int, ...]:
         places = [self._places.get(url) for url in pool.urls]
         # A node without a speed counts as the average of its pool, which may be another one than that of its group.
         if any(place is None or place.speed != speed for place, speed in zip(places, pool.speeds, strict=True)):
             return ()
         found = tuple(dict.fromkeys(place.group for place in places if place is not None))
-        whole = sum(len(groups[number]) for number in found) == len(pool.urls)
-        return found if whole and len(found) * NODES_A_GROUP <= len(pool.urls) else ()
+        whole = sum(self._sizes[number] for number in found) == len(pool.urls)
+        return found if whole and len(found) <= max(FEW_GROUPS, len(pool.urls) // NODES_A_GROUP) else ()
 
 
-def _getting_requests(snapshot: Snapshot) -> Iterator[Node]:
+def _groups_of(snapshot: Snapshot) -> Iterator[Sequence[tuple[Node, float]]]:
+    """The nodes of each group with their speeds."""
+    found: dict[tuple[Role, frozenset[str]], list[Node]] = {}
     for node in snapshot.nodes.values():
         # Encoders have their own round.
         if node.state == State.READY and node.breaker == Breaker.CLOSED and node.role != Role.Encode:
-            yield node
+            found.setdefault((node.role, frozenset(node.models)), []).append(node)
+    for nodes in found.values():
+        yield list(zip(nodes, effective_speeds(nodes), strict=True))

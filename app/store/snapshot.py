@@ -19,6 +19,7 @@ class Pool:
     """The candidates for one model and role: `urls[i]` has the effective speed `speeds[i]`.
 
     `packed` is the same as acquire.lua takes it, ready for the wire: how many, all urls, all speeds, `words` in all.
+    `kept`: the snapshot gives the same object again, so what is made of it is worth keeping as well.
     """
 
     version: int
@@ -26,6 +27,7 @@ class Pool:
     speeds: tuple[float, ...]
     words: int = field(repr=False)
     packed: bytes = field(repr=False)
+    kept: bool = False
 
 
 def effective_speeds(nodes: Iterable[Node]) -> tuple[float, ...]:
@@ -124,11 +126,11 @@ class Snapshot:
             chosen = [node for node in having if node.state == state]
             closed = [node for node in chosen if node.breaker == Breaker.CLOSED]
             if chosen:
-                return self._pool_of(closed or least_bad(chosen))
+                return self._pool_of(closed or least_bad(chosen), kept=True)
         raise NoNodeAvailable(f"no {words} node with the model {model!r} is alive")
 
-    def _pool_of(self, nodes: Sequence[Node]) -> Pool:
+    def _pool_of(self, nodes: Sequence[Node], *, kept: bool = False) -> Pool:
         speeds = effective_speeds(nodes)
         urls = tuple(node.url for node in nodes)
         words: tuple[Argument, ...] = (len(urls), *urls, *map(repr, speeds))
-        return Pool(self.version, urls, speeds, len(words), packed(*words))
+        return Pool(self.version, urls, speeds, len(words), packed(*words), kept)

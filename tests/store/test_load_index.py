@@ -20,7 +20,7 @@ from app.store.fields import node_to_fields
 from app.store.keys import Keys
 from app.store.ledger import Ticket
 from app.store.load_index import LARGE, LoadIndex
-from app.store.snapshot import Snapshot
+from app.store.snapshot import Pool, Snapshot
 from tests.store.harness import Worker, give_back, workers
 from tests.support.redis import Space
 from tests.support.wait import aeventually
@@ -38,7 +38,7 @@ def snapshot(nodes: Sequence[Node]) -> Snapshot:
 
 
 def index_of(nodes: Sequence[Node]) -> LoadIndex:
-    return LoadIndex(KEYS, snapshot(nodes))
+    return LoadIndex(KEYS, snapshot(nodes), by_load=True)
 
 
 # --- groups ---------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def test_nodes_with_the_same_models_are_one_group_in_whatever_order_they_name_th
     assert index.groups(index.snapshot.pool("m", Role.Hybrid)) == index.groups(index.snapshot.pool("n", Role.Hybrid))
     names, words = index.arguments()
     assert names == [KEYS.unfinished, KEYS.version, KEYS.load_index, KEYS.load(0)]
-    assert words[:1] + words[2:] == [7, LARGE, *(f"1.0 {one.url}" for one in nodes)]
+    assert words[:2] + words[3:] == [7, index.name, LARGE, *(f"1.0 {one.url}" for one in nodes)]
 
 
 def test_a_model_of_two_kinds_of_nodes_has_both_groups() -> None:
@@ -93,6 +93,23 @@ def test_a_speed_that_depends_on_the_pool_keeps_it_out_of_the_groups() -> None:
     assert index.groups(index.snapshot.pool("n", Role.Hybrid)) == (1,)
 
 
+def test_a_model_of_few_nodes_goes_by_the_order_of_a_large_fleet_too() -> None:
+    """Else each of its requests would take the order away from the others."""
+    index = index_of([*(node(n) for n in range(LARGE)), node(99, models=("small",)), node(98, models=("small", "s"))])
+    assert index.groups(index.snapshot.pool("small", Role.Hybrid)) == (1, 2)
+
+
+def test_two_fleets_of_one_version_have_orders_of_two_names() -> None:
+    one, other = index_of([node(n) for n in range(50)]), index_of([node(n) for n in range(1, 51)])
+    assert one.name.split(":")[0] == other.name.split(":")[0] == "7" and one.name != other.name
+    assert one.name == index_of([node(n) for n in range(50)]).name
+
+
+def test_where_the_strategy_goes_by_something_else_there_are_no_groups() -> None:
+    index = LoadIndex(KEYS, snapshot([node(n) for n in range(50)]), by_load=False)
+    assert len(index) == 0 and index.groups(index.snapshot.pool("m", Role.Hybrid)) == ()
+
+
 def test_many_small_groups_are_looked_at_one_by_one() -> None:
     index = index_of([node(n, models=("m", f"adapter{n // 2}")) for n in range(80)])
     assert index.groups(index.snapshot.pool("m", Role.Hybrid)) == ()
@@ -117,7 +134,7 @@ async def register(space: Space, nodes: Sequence[Node], *known_by: Worker) -> No
 
 
 def ordered(space: Space) -> bool:
-    return space.cli("GET", space.key("load_index")) == space.cli("GET", space.key("version"))
+    return str(space.cli("GET", space.key("load_index"))).startswith(f"{space.cli('GET', space.key('version'))}:")
 
 
 def placed(space: Space, group: int = 0) -> dict[str, float]:
@@ -333,3 +350,44 @@ async def test_a_large_fleet_is_served_locally_and_in_order_again(own_redis: Spa
         later = await made[0].take(60)
         assert held_on([*tickets, *away, *later]) == {one.url: 3 for one in nodes}
         give_back([*tickets, *away, *later])
+
+
+async def test_requests_for_a_small_model_leave_the_order_of_a_large_one(redis: Space) -> None:
+    nodes = [node(n, models=("m",) if n < 60 else ("x",)) for n in range(63)]
+    async with workers(redis, 2) as made:
+        await register(redis, nodes, *made)
+        tickets = await made[0].take(60)
+        small = [*await made[0].take(3, "x"), *await made[1].take(3, "x")]
+        assert held_on(small) == {one.url: 2 for one in nodes[60:]} and ordered(redis)
+        give_back([*tickets, *small])
+
+
+async def test_retries_in_a_large_fleet_are_not_kept(redis: Space) -> None:
+    """Each has candidates of its own: a whole fleet in bytes."""
+    nodes = [node(n) for n in range(60)]
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        await register(redis, nodes, worker)
+        give_back(await worker.take())
+        for one in nodes:
+
+            def retry(snapshot: Snapshot, one: Node = one) -> Pool:
+                left = snapshot.without(snapshot.pool("m", Role.Hybrid), [one.url])
+                assert left is not None
+                return left
+
+            give_back([await worker.ledger.acquire(retry)])
+        assert len(worker.ledger._calls) == 0 == len(worker.ledger._index._pools) - 1
+
+
+async def test_two_workers_of_one_version_that_know_other_fleets_do_not_mix_their_orders(redis: Space) -> None:
+    """After Redis fell back to an older copy a number may be given twice, until one of them looks."""
+    nodes = [node(n) for n in range(60)]
+    async with workers(redis, 2) as (w1, w2):
+        await register(redis, nodes, w1, w2)
+        first = await w1.take(60)
+        w2.registry.snapshot = Snapshot(w2.registry.snapshot.version, {one.url: one for one in nodes[10:]})
+        second = await w2.take(50)
+        assert held_on(second) == {one.url: 1 for one in nodes[10:]}
+        third = await w1.take(10)
+        assert held_on(third) == {one.url: 1 for one in nodes[:10]}
+        give_back([*first, *second, *third])

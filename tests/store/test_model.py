@@ -41,6 +41,12 @@ GROUPS = (("http://a", "http://b"), ("http://c",))
 GROUP_OF = {url: number for number, group in enumerate(GROUPS) for url in group}
 MEMBERS = {url: f"{speed!r} {url}" for url, speed in SPEEDS.items()}
 
+
+def order_of(version: int) -> str:
+    """The name of the groups at a version."""
+    return f"{version}:ab12"
+
+
 urls = st.sampled_from(URLS)
 names = st.sampled_from(WORKERS)
 draws = st.tuples(st.sampled_from([0.0, 0.4, 0.7, 0.99]), st.sampled_from([0.05, 0.5]))
@@ -181,7 +187,7 @@ class Machine(RuleBasedStateMachine):
             words.append("")
         else:
             keys.append(self.keys.load(GROUP_OF[url]))
-            words += [self.model.version + off_by, repr(SPEEDS[url]), MEMBERS[url]]
+            words += [order_of(self.model.version + off_by), repr(SPEEDS[url]), MEMBERS[url]]
         code, version = self.run("release", keys, words)
         model = self.model
         assert version == model.version
@@ -257,13 +263,13 @@ class Machine(RuleBasedStateMachine):
             *map(self.keys.load, range(len(GROUPS))),
         ]
         words = [word for group in GROUPS for word in (len(group), *map(MEMBERS.__getitem__, group))]
-        reply = self.run("index_loads", names, [self.model.version + off_by, 600_000, *words])
+        version = self.model.version + off_by
+        reply = self.run("index_loads", names, [version, order_of(version), 600_000, *words])
         assert reply == [2 if off_by else 8 if ordered else 0, self.model.version]
         assert self.ordered() or off_by
 
     def ordered(self) -> bool:
-        version = self.client.get(self.keys.load_index)
-        return version is not None and int(version) == self.model.version
+        return bool(self.client.get(self.keys.load_index) == order_of(self.model.version).encode())
 
     @rule(
         worker=names,
@@ -280,7 +286,9 @@ class Machine(RuleBasedStateMachine):
         names = [*self.counting_keys(worker), self.keys.version, self.keys.load_index, *map(self.keys.load, flat)]
         words = [word for groups in wanted for word in (len(groups), repr(draw))]
         reply: list[Any] = self.run(
-            "acquire_least_loaded", names, [worker, truth.generation, model.version + off_by, *words]
+            "acquire_least_loaded",
+            names,
+            [worker, truth.generation, model.version + off_by, order_of(model.version), *words],
         )
         if model.sessions.get(worker) != truth.generation:
             assert reply == [1, model.version]

@@ -473,7 +473,7 @@ async def test_the_pages_commands_work_and_no_key_is_missing_from_it(own_redis: 
         await aeventually(lambda: totals(space) == {url: 1} and space.cli("PUBSUB", "NUMSUB", space.key("events"))[1])
         keys, version = worker.keys, worker.registry.snapshot.version
         names = [keys.unfinished, keys.version, keys.load_index, keys.load(0)]
-        await worker.registry.run("index_loads", names, [version, 60_000, 1, f"1.0 {url}"])
+        await worker.registry.run("index_loads", names, [version, f"{version}:ab12", 60_000, 1, f"1.0 {url}"])
         for key, (type_, _, example) in KEY_ROWS.items():
             words = shlex.split(ticked(example)[0])
             assert words[0] == "redis-cli"
