@@ -83,6 +83,8 @@ class LastKnown:
             await asyncio.gather(self._writing, return_exceptions=True)
         if self._newest is not None:
             await asyncio.to_thread(self._write, self._newest)
+        elif self._turn.locked():
+            await asyncio.to_thread(self._wait_for_turn)
 
     async def _write_soon(self) -> None:
         await asyncio.sleep(WRITE_AFTER_S)
@@ -93,6 +95,10 @@ class LastKnown:
     def _write(self, snapshot: Snapshot) -> None:
         with self._turn:  # a thread that was given up goes on: what it has is older, and must not come last
             self._write_now(snapshot)
+
+    def _wait_for_turn(self) -> None:
+        with self._turn:
+            pass
 
     def _write_now(self, snapshot: Snapshot) -> None:
         nodes = {url: node_to_fields(node) for url, node in snapshot.nodes.items()}

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -223,3 +224,19 @@ async def test_what_is_written_slowly_does_not_come_after_what_is_newer(tmp_path
     await last.close()
     found = LastKnown(tmp_path / "nodes").load()
     assert found is not None and found[0].nodes[A].state == State.READY
+
+
+async def test_what_is_being_written_is_waited_for(tmp_path: Path) -> None:
+    last, begun = LastKnown(tmp_path / "nodes"), threading.Event()
+    write = last._write_now
+
+    def slowly(snapshot: Snapshot) -> None:
+        begun.set()
+        time.sleep(0.2)
+        write(snapshot)
+
+    last._write_now = slowly  # type: ignore[method-assign]
+    last.keep(Snapshot(1, {A: NODES[A]}, {}))
+    await asyncio.to_thread(begun.wait, 5)
+    await last.close()
+    assert (tmp_path / "nodes").exists()

@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from redis.exceptions import ResponseError
@@ -391,3 +392,25 @@ async def test_two_workers_of_one_version_that_know_other_fleets_do_not_mix_thei
         third = await w1.take(10)
         assert held_on(third) == {one.url: 1 for one in nodes[:10]}
         give_back([*first, *second, *third])
+
+
+async def test_the_loads_are_ordered_once_for_all_that_ask_at_the_same_time(redis: Space) -> None:
+    nodes = [node(n) for n in range(60)]
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        await register(redis, nodes, worker)
+        pipeline = worker.ledger._pipeline
+        assert pipeline is not None
+        send, orders = pipeline.send, 0
+
+        def counting(packed: bytes, callback: Any) -> None:
+            nonlocal orders
+            orders += b"-- index_loads:" in packed
+            send(packed, callback)
+
+        pipeline.send = counting  # type: ignore[method-assign]
+        tickets = await worker.take(120)
+        assert held_on(tickets) == {one.url: 2 for one in nodes} and orders == 1
+        redis.cli("DEL", redis.key("load_index"))
+        tickets += await worker.take(60)
+        assert held_on(tickets) == {one.url: 3 for one in nodes} and orders == 2
+        give_back(tickets)
