@@ -1,0 +1,58 @@
+"""Tells the other workers of this host what this one has counted, ten times a second and at the end.
+
+Owns the gauges of a worker and the time that it was on its own. It must not know Redis: it is told whether there is
+trouble.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from app.metrics.families import DEGRADED, HOST_WORKERS, LOCAL_WORKERS, REDIS_UP
+from app.metrics.figures import Figures
+from app.metrics.files import PUBLISH_S, MetricsWriter
+
+
+class Publisher:
+    """One per worker; `run` until it is cancelled, then `close`.
+
+    Args:
+        trouble: why decisions are local for now; None while they are shared.
+    """
+
+    def __init__(self, figures: Figures, writer: MetricsWriter, trouble: Callable[[], str | None]) -> None:
+        self._figures = figures
+        self._writer = writer
+        self._trouble = trouble
+        self._local: bool | None = None
+        self._seen_s = time.monotonic()
+        figures.set(HOST_WORKERS, 1)
+
+    def __repr__(self) -> str:
+        return f"<Publisher {self._figures!r} local={self._local}>"
+
+    async def run(self) -> None:
+        while True:
+            self.publish()
+            await asyncio.sleep(PUBLISH_S)
+
+    def publish(self) -> None:
+        figures, now_s = self._figures, time.monotonic()
+        local = self._trouble() is not None
+        if local:
+            figures.count(DEGRADED, by=now_s - self._seen_s)
+        if local is not self._local:
+            self._local = local
+            figures.set(LOCAL_WORKERS, local)
+            figures.set(REDIS_UP, not local)
+        self._seen_s = now_s
+        if figures.ended or figures.changed:
+            self._writer.write(figures)
+
+    def close(self) -> None:
+        """The last figures; the worker is none of the host's any more."""
+        if self._figures.ended or self._figures.changed:
+            self._writer.write(self._figures)
+        self._writer.close()
