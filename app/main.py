@@ -79,6 +79,7 @@ def create_app(settings: Settings) -> HttpFace:
     engine_key = key_of(settings)
     keys, scripts = Keys(settings.namespace), load_scripts()
     locator = Locator.of(settings.redis_url, keys=keys, timeout_s=settings.redis_timeout_s)
+    figures = Figures(knows=lambda model: registry.snapshot.knows(model))
     registry = Registry(
         locator=locator,
         keys=keys,
@@ -86,6 +87,7 @@ def create_app(settings: Settings) -> HttpFace:
         worker=worker,
         timeout_s=settings.redis_timeout_s,
         last_known=last_known(settings),
+        figures=figures,
     )
     ledger = Ledger(
         locator=locator,
@@ -97,6 +99,7 @@ def create_app(settings: Settings) -> HttpFace:
         encoder_policy=settings.encoder_policy,
         lease_s=settings.lease_s,
         timeout_s=settings.redis_timeout_s,
+        figures=figures,
     )
     tls = tls_towards_engines(settings)
     transport = Http1Transport(tls=tls)
@@ -104,6 +107,7 @@ def create_app(settings: Settings) -> HttpFace:
         registry=registry,
         ledger=ledger,
         rules=BreakerRules(threshold=settings.breaker_failures, open_s=settings.breaker_open_s),
+        figures=figures,
     )
     budget = RetryBudget(registry=registry, ledger=ledger, keys=keys)
     engines = EngineClient(probe_timeout_s=settings.probe_timeout_s, tls=tls)
@@ -149,10 +153,10 @@ def create_app(settings: Settings) -> HttpFace:
         engines=engines,
         worker=worker,
         linked=linked,
+        figures=figures,
     )
     janitor = Janitor(distserve=split.distserve, registry=registry, leads=lambda: prober.leading) if linked else None
 
-    figures = Figures(knows=lambda model: registry.snapshot.knows(model))
     hosts = os.environ.get(DIRECTORY_VARIABLE)
     directory = MetricsDirectory(Path(hosts)) if hosts else MetricsDirectory.make()
     publisher = Publisher(figures, MetricsWriter(directory.path, worker), lambda: ledger.trouble)
@@ -238,12 +242,13 @@ class Split:
         engines: EngineClient,
         worker: str,
         linked: bool,
+        figures: Figures,
     ) -> None:
         self._settings = settings
         self._engines = engines
         self._bootstrap = Bootstrap(registry=registry, default_port=settings.bootstrap_port)
         self._migration = Migration(settings.migration_protocol, settings.link_type, with_gdr=not settings.disable_gdr)
-        self.figures = Handovers(ledger=ledger, registry=registry, keys=keys)
+        self.figures = Handovers(ledger=ledger, registry=registry, keys=keys, figures=figures)
         self.handing = Handing(ledger=ledger, keys=keys, worker=worker)
         distserve = DistServeClient(engines, self._migration)
         table = LinkTable(ledger=ledger, registry=registry, keys=keys, worker=worker)

@@ -80,19 +80,26 @@ def shared_metrics(overview: Overview) -> list[Metric]:
         metric = made.get(family)
         if metric is None:
             metric = made[family] = Metric(family.stem, family.help, family.kind.value)
-        metric.add_sample(family.name, dict(zip(family.labels, labels, strict=True)), value)
+        # Somebody may have written to Redis what is no text.
+        texts = [label.encode("utf-8", "replace").decode() for label in labels]
+        metric.add_sample(family.name, dict(zip(family.labels, texts, strict=True)), value)
 
     add(families.WORKERS, overview.workers)
     add(families.CURSOR, overview.encoder_cursor)
     add(families.VERSION, overview.version)
+    add(families.HELD_SESSIONS, overview.held_sessions)
+    for state, count in overview.links.items():
+        add(families.LINKS, count, state)
+    for what, count in overview.handovers.items():
+        add(families.HANDOVERS, count, what)
     for url, node in overview.nodes.items():
         add(families.NODE_INFO, 1, url, node.role.name)
         add(families.NODE_UNFINISHED, overview.unfinished.get(url, 0), url)
         add(families.NODE_MODELS, len(node.models), url)
         if node.speed is not None:
             add(families.NODE_SPEED, node.speed, url)
-        for state in State:
-            add(families.NODE_STATE, node.state is state, url, state.value)
+        for one in State:
+            add(families.NODE_STATE, node.state is one, url, one.value)
         for breaker in Breaker:
             add(families.NODE_BREAKER, node.breaker is breaker, url, breaker.value)
     return list(made.values())

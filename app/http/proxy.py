@@ -84,7 +84,7 @@ class Proxy:
         outcome = Outcome.ABORTED
         try:
             answer = await self._open(scope, receive, identifier, watch, wire, served)
-            relay = Relay(answer, send, wire, path=routed(scope["path"]), extra=self._extra(identifier))
+            relay = Relay(answer, send, wire, served, path=routed(scope["path"]), extra=self._extra(identifier))
             outcome = await relay.run()
         except ClientLeft:
             pass

@@ -58,6 +58,58 @@ DURATION = Family(
     ("model", "route", "outcome"),
     _OF_REQUESTS,
 )
+TTFT = Family(
+    "evenhand_time_to_first_token_seconds",
+    Kind.HISTOGRAM,
+    "Of streams: from a request's head to the first bytes of its answer's body.",
+    ("model", "node"),
+    (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 600.0),
+)
+ITL = Family(
+    "evenhand_inter_token_latency_seconds",
+    Kind.HISTOGRAM,
+    "Of streams: gap between two chunks. A stream's gaps are all counted as their mean.",
+    ("model", "node"),
+    (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0),
+)
+RETRIES = Family(
+    "evenhand_retries_total",
+    Kind.COUNTER,
+    "Requests, legs of them and media items that a node got because another one, or a first try, had failed.",
+    ("node",),
+)
+FAILURES = Family(
+    "evenhand_node_failures_total",
+    Kind.COUNTER,
+    "Failures of a node that count for its breaker.",
+    ("node",),
+)
+BREAKER_CHANGES = Family(
+    "evenhand_breaker_changes_total",
+    Kind.COUNTER,
+    "Changes of a node's breaker, by what it became; each is counted by the one worker that made it.",
+    ("node", "breaker"),
+)
+ENCODER_ITEMS = Family(
+    "evenhand_encoder_items_total",
+    Kind.COUNTER,
+    "Media items that an encoder was given in its turn; those that another had failed are retries.",
+    ("node",),
+)
+STAGES = Family(
+    "evenhand_stage_duration_seconds",
+    Kind.HISTOGRAM,
+    "Stages of split requests and of media at a node: encode, link, prefill, handover, decode.",
+    ("stage", "node"),
+    _OF_REQUESTS,
+)
+ACQUIRES = Family(
+    "evenhand_redis_duration_seconds",
+    Kind.HISTOGRAM,
+    "From asking Redis for a node to its reply; of each worker about one request in 0.1 s is measured.",
+    (),
+    (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
+)
 DEGRADED = Family(
     "evenhand_degraded_seconds_total",
     Kind.COUNTER,
@@ -107,5 +159,22 @@ CURSOR = Family(
     "evenhand_encoder_cursor", Kind.GAUGE, "Position of the next media item in the round of encoders.", shared=True
 )
 VERSION = Family("evenhand_registry_version", Kind.GAUGE, "Version of the node registry.", shared=True)
+HELD_SESSIONS = Family(
+    "evenhand_held_sessions",
+    Kind.GAUGE,
+    "Sessions under migration: caches that LMDeploy's prefill engines hold until decode has them.",
+    shared=True,
+)
+LINKS = Family(
+    "evenhand_links", Kind.GAUGE, "Links between LMDeploy's engines, by their state.", ("state",), shared=True
+)
+HANDOVERS = Family(
+    "evenhand_handovers_total",
+    Kind.COUNTER,
+    "What happened to hand-overs, as in `GET /distserve/links`: links_made, links_failed, sessions_freed, "
+    "sessions_lost, missing_params, prefill_fallback, encodes_failed.",
+    ("what",),
+    shared=True,
+)
 
 FAMILIES: tuple[Family, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Family))

@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 
-from app.metrics.families import DURATION, FAMILIES, REQUESTS, Family, Kind
+from app.metrics.families import ACQUIRES, DURATION, FAMILIES, ITL, REQUESTS, TTFT, Family, Kind
 
 ROUTES = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"))
 SERIES_KEPT = 2000
@@ -27,13 +27,15 @@ Key = tuple[Family, tuple[str, ...]]
 class Served:
     """One request, from its first moment on; whoever serves it notes here what becomes of it."""
 
-    __slots__ = ("began_s", "ended_s", "model", "node", "outcome", "path")
+    __slots__ = ("began_s", "chunks", "ended_s", "first_s", "model", "node", "outcome", "path")
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.model = ""
         self.node = ""
         self.outcome = ""
+        self.chunks = 0  # of a stream; the first came at `first_s`
+        self.first_s = 0.0
         self.began_s = self.ended_s = time.monotonic()
 
     def end(self, node: str, outcome: str) -> None:
@@ -74,6 +76,8 @@ class Figures:
     def __init__(self, knows: Callable[[str], bool] = lambda model: False) -> None:
         self.ended: list[Served] = []
         """Requests that have ended since the last `digest`. Appending is all that a request does here."""
+        self.acquires_s: list[float] = []
+        """How long Redis took for acquires, a sample; taken away by the next `digest`."""
         self.numbers: dict[Key, float] = {}
         self.distributions: dict[Key, Distribution] = {}
         self.changed: set[Key] = set()
@@ -106,6 +110,7 @@ class Figures:
         """Count the requests that have ended: few calls for each, as those of a moment are mostly alike."""
         ended, self.ended = self.ended, []
         kinds: dict[tuple[str, ...], Alike] = {}  # of this moment only: clients choose what is in its keys
+        bounds = DURATION.buckets
         for served in ended:
             kind = served.model, served.path, served.outcome, served.node
             found = kinds.get(kind)
@@ -113,10 +118,29 @@ class Figures:
                 found = kinds[kind] = self._kind(*kind)
             found.requests += 1
             took_s = served.ended_s - served.began_s
-            found.durations.counts[bisect_left(DURATION.buckets, took_s)] += 1
-            found.durations.sum += took_s
+            durations = found.durations
+            durations.counts[bisect_left(bounds, took_s)] += 1
+            durations.sum += took_s
+            if served.chunks:
+                self._count_stream(served, found)
         for found in kinds.values():
             self.count(REQUESTS, *found.labels, by=found.requests)
+        self._count_acquires()
+
+    def _count_acquires(self) -> None:
+        took, self.acquires_s = self.acquires_s, []
+        if took:
+            found = self._distribution(ACQUIRES, ())
+            for took_s in took:
+                found.counts[bisect_left(ACQUIRES.buckets, took_s)] += 1
+            found.sum += sum(took)
+
+    def _count_stream(self, served: Served, found: Alike) -> None:
+        model, _, _, node = found.labels
+        self.observe(TTFT, served.first_s - served.began_s, model, node)
+        gaps = served.chunks - 1
+        if gaps:
+            self.observe(ITL, (served.ended_s - served.first_s) / gaps, model, node, times=gaps)
 
     def _kind(self, model: str, path: str, outcome: str, node: str) -> Alike:
         model = text_of(model) if model and self._knows(model) else "unknown"

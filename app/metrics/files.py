@@ -39,8 +39,35 @@ PREFIX = "evenhand-metrics-"
 ALIVE, LOCK = "alive", "lock"
 """Files of a directory: locked for as long as a process of its deployment lives; locked while files are read or
 added up."""
+FILE_BYTES = 2**16
+"""Of a new file; it doubles, as the library has it."""
 GONE = "gone"
 """In place of a worker's name."""
+
+
+class _File(MmapedDict):
+    """The library's file, with its room taken from the file system first: where that is full a mapped page that was
+    not would be a SIGBUS, and not the OSError that this is."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            new = path.with_suffix(".new")  # complete before a reader may meet it
+            with new.open("ab") as file:
+                os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
+            new.rename(path)
+        super().__init__(str(path))  # type: ignore[no-untyped-call]
+
+    def reserve(self, size_bytes: int) -> None:
+        """Have room for so much more."""
+        wanted = self._capacity
+        while self._used + size_bytes > wanted:
+            wanted *= 2
+        if wanted > self._capacity:
+            os.posix_fallocate(self._f.fileno(), 0, wanted)
+
+    def _init_value(self, key: str) -> None:
+        self.reserve(len(key.encode()) + 64)
+        super()._init_value(key)  # type: ignore[no-untyped-call]
 
 
 class MetricsDirectory:
@@ -88,8 +115,9 @@ class MetricsDirectory:
         left = self.path / f"{kind}_{name}.db"
         if not left.exists():
             return
-        gone = MmapedDict(str(self.path / f"{kind}_{GONE}.db"))  # type: ignore[no-untyped-call]
+        gone = _File(self.path / f"{kind}_{GONE}.db")
         try:
+            gone.reserve(left.stat().st_size)  # all of it is added, or nothing
             for key, value, _, _ in MmapedDict.read_all_values_from_file(str(left)):  # type: ignore[no-untyped-call]
                 gone.write_value(key, gone.read_value(key)[0] + value, 0.0)  # type: ignore[no-untyped-call]
         finally:
@@ -109,17 +137,18 @@ class MetricsWriter:
     def __init__(self, directory: Path, name: str) -> None:
         self._directory = directory
         self._name = name
-        self._files: dict[str, MmapedDict] = {}
-        self._keys: dict[Key, tuple[MmapedDict, list[str]]] = {}
+        self._files: dict[str, _File] = {}
+        self._keys: dict[Key, tuple[_File, list[str]]] = {}
         self._written: dict[Key, list[float]] = {}
 
     def __repr__(self) -> str:
         return f"<MetricsWriter {self._name} series={len(self._keys)}>"
 
     def write(self, figures: Figures) -> None:
+        """Raises OSError: there is no room for what is new; it is tried again with the next writing."""
         figures.digest()
-        changed, figures.changed = figures.changed, set()
-        for key in changed:
+        while figures.changed:
+            key = next(iter(figures.changed))
             file, names = self._keys.get(key) or self._names(key)
             values = [figures.numbers[key]] if key in figures.numbers else _values(figures, key)
             before = self._written.get(key) or [-1.0] * len(names)  # all of a new series
@@ -127,6 +156,7 @@ class MetricsWriter:
                 if value != old:
                     file.write_value(name, value, 0.0)  # type: ignore[no-untyped-call]
             self._written[key] = values
+            figures.changed.discard(key)
 
     def close(self) -> None:
         for file in self._files.values():
@@ -135,19 +165,16 @@ class MetricsWriter:
         self._keys.clear()
         self._written.clear()
 
-    def _names(self, key: Key) -> tuple[MmapedDict, list[str]]:
+    def _names(self, key: Key) -> tuple[_File, list[str]]:
         family, labels = key
         found = self._keys[key] = self._file(family), names_of(family, labels)
         return found
 
-    def _file(self, family: Family) -> MmapedDict:
+    def _file(self, family: Family) -> _File:
         kind = f"{family.kind}_{family.merge}" if family.kind is Kind.GAUGE else family.kind.value
         file = self._files.get(kind)
         if file is None:
-            # Complete before a reader may meet it.
-            new = self._directory / f"{kind}_{self._name}.new"
-            file = self._files[kind] = MmapedDict(str(new))  # type: ignore[no-untyped-call]
-            new.rename(new.with_suffix(".db"))
+            file = self._files[kind] = _File(self._directory / f"{kind}_{self._name}.db")
         return file
 
 

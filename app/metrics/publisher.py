@@ -7,12 +7,15 @@ trouble.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
 from app.metrics.families import DEGRADED, HOST_WORKERS, LOCAL_WORKERS, REDIS_UP
 from app.metrics.figures import Figures
 from app.metrics.files import PUBLISH_S, MetricsWriter
+
+log = logging.getLogger("evenhand")
 
 
 class Publisher:
@@ -27,6 +30,7 @@ class Publisher:
         self._writer = writer
         self._trouble = trouble
         self._local: bool | None = None
+        self._full = False  # there was no room for the last figures
         self._seen_s = time.monotonic()
         figures.set(HOST_WORKERS, 1)
 
@@ -48,11 +52,22 @@ class Publisher:
             figures.set(LOCAL_WORKERS, local)
             figures.set(REDIS_UP, not local)
         self._seen_s = now_s
-        if figures.ended or figures.changed:
-            self._writer.write(figures)
+        self._write()
 
     def close(self) -> None:
         """The last figures; the worker is none of the host's any more."""
-        if self._figures.ended or self._figures.changed:
-            self._writer.write(self._figures)
+        self._write()
         self._writer.close()
+
+    def _write(self) -> None:
+        figures = self._figures
+        if not (figures.ended or figures.changed or figures.acquires_s):
+            return
+        try:
+            self._writer.write(figures)
+        except OSError as e:
+            if not self._full:
+                log.warning("metrics can't be published: %s", e)
+            self._full = True
+        else:
+            self._full = False

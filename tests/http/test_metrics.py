@@ -31,7 +31,16 @@ def world(shared: Callable[[], Awaitable[Overview]] | None = None, *script: Any,
 
 
 async def overview() -> Overview:
-    return Overview(version=7, nodes=NODES, unfinished={A: 3}, workers=4, encoder_cursor=5)
+    return Overview(
+        version=7,
+        nodes=NODES,
+        unfinished={A: 3},
+        workers=4,
+        encoder_cursor=5,
+        links={"connected": 2, "failed": 1},
+        held_sessions=6,
+        handovers={"links_made": 8},
+    )
 
 
 async def test_shared_state_is_there_once() -> None:
@@ -41,6 +50,9 @@ async def test_shared_state_is_there_once() -> None:
     found = samples(reply.body.decode())
     for name, expected in {"workers": 4, "encoder_cursor": 5, "registry_version": 7}.items():
         assert value(found, f"evenhand_{name}") == expected
+    assert [value(found, "evenhand_links", state=state) for state in ("connected", "failed")] == [2, 1]
+    assert value(found, "evenhand_held_sessions") == 6
+    assert value(found, "evenhand_handovers_total", what="links_made") == 8
     assert [value(found, "evenhand_node_unfinished", node=url) for url in (A, B)] == [3, 0]
     assert [value(found, "evenhand_node_speed", node=url) for url in (A, B)] == [2.5, None]
     assert [value(found, "evenhand_node_models", node=url) for url in (A, B)] == [2, 0]
@@ -138,3 +150,27 @@ async def test_what_the_end_of_a_worker_cuts_off_is_counted_as_that() -> None:
     assert call.task is not None
     await call.task
     assert figures.ended[0].outcome == "shutdown"
+
+
+@pytest.mark.parametrize("wired", [False, True])
+async def test_a_streams_first_chunk_and_their_number_are_noted(wired: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Call, "wired", wired)
+    figures = Figures(knows=lambda model: True)
+    reached = asyncio.Event()
+
+    async def second() -> bytes:
+        await reached.wait()
+        return b"data: [DONE]\n\n"
+
+    stream = FakeAnswer(b'data: {"n": 1}\n\n', second, headers=[(b"content-type", b"text/event-stream")])
+    one = World(stream, FakeAnswer(b"{}"), figures=figures)
+    call = Call(one.app, "POST", "/v1/chat/completions", b'{"model": "m", "stream": true}').start()
+    await until(lambda: stream.reads == 2)
+    between_s = time.monotonic()
+    reached.set()
+    assert call.task is not None
+    await call.task
+    await one.post()
+    (streamed, whole) = figures.ended
+    assert streamed.chunks == 2 and streamed.began_s <= streamed.first_s <= between_s <= streamed.ended_s
+    assert whole.chunks == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.metrics.families import DURATION, REQUESTS
+from app.metrics.families import DURATION, ITL, REQUESTS, TTFT
 from app.metrics.figures import SERIES_KEPT, Figures, Served
 
 NODE = "http://10.0.0.1:1"
@@ -67,3 +67,18 @@ def test_a_duration_is_in_the_bucket_of_the_first_bound_that_it_does_not_exceed(
     by_bound = dict(zip((*DURATION.buckets, None), found.counts, strict=True))
     assert {bound: count for bound, count in by_bound.items() if count} == {0.25: 1, 0.5: 2, None: 1}
     assert abs(found.sum - 5001.05) < 1e-6
+
+
+def test_a_streams_first_bytes_and_the_mean_of_its_gaps_are_counted_by_node() -> None:
+    figures = Figures(knows=lambda model: True)
+    stream = served(took_s=3.29)
+    stream.first_s, stream.chunks = stream.began_s + 0.29, 101  # 100 gaps of 0.03 s
+    single = served(took_s=9.0)
+    single.first_s, single.chunks = single.began_s + 8.0, 1
+    figures.ended += [stream, single, served()]
+    figures.digest()
+    first = figures.distributions[TTFT, ("m", NODE)]
+    gaps = figures.distributions[ITL, ("m", NODE)]
+    assert {bound: n for bound, n in zip(TTFT.buckets, first.counts, strict=False) if n} == {0.3: 1, 10.0: 1}
+    assert abs(first.sum - 8.29) < 1e-6
+    assert sum(gaps.counts) == 100 and abs(gaps.sum - 3.0) < 1e-6

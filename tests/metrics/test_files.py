@@ -192,3 +192,49 @@ def test_workers_keep_the_directory_alive_when_their_master_is_gone(tmp_path: Pa
     child.join(10)
     MetricsDirectory.make(tmp_path).remove()
     assert not made.path.exists()
+
+
+def test_a_full_file_system_costs_figures_and_no_process(
+    directory: MetricsDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A page of a mapped file that is not there to be had would be a SIGBUS."""
+    reserve, full = os.posix_fallocate, True
+
+    def fallocate(fd: int, offset: int, length: int) -> None:
+        if full:
+            raise OSError(28, "No space left on device")
+        reserve(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    worker = Worker(directory, "host-1-aa")
+    worker.serve(3)
+    worker.serve(4)
+    assert len(caplog.records) == 1 and "No space left" in caplog.text
+    assert total(read(directory), "evenhand_requests_total") == 0
+    full = False
+    worker.publisher.publish()
+    assert total(read(directory), "evenhand_requests_total") == 7
+    for path in directory.path.glob("*.db"):
+        assert path.stat().st_blocks * 512 >= path.stat().st_size, "it has holes"
+    worker.publisher.close()
+    full = True
+    with pytest.raises(OSError, match="No space left"):
+        directory.absorb("host-1-aa")
+    assert total(read(directory), "evenhand_requests_total") == 7
+    full = False
+    directory.absorb("host-0-00")
+    assert total(read(directory), "evenhand_requests_total") == 7
+
+
+def test_files_grow_with_their_series(directory: MetricsDirectory) -> None:
+    worker = Worker(directory, "host-1-aa")
+    for n in range(1000):
+        worker.figures.observe(DURATION, 0.3, f"model-{n}", "other", "ok")
+    worker.publisher.publish()
+    found = read(directory)
+    assert total(found, "evenhand_request_duration_seconds_count") == 1000
+    worker.publisher.close()
+    directory.absorb("host-1-aa")
+    assert read(directory).items() >= {k: v for k, v in found.items() if "duration" in k[0]}.items()
+    for path in directory.path.glob("*.db"):
+        assert path.stat().st_blocks * 512 >= path.stat().st_size > 65536 or "counter" in path.name
