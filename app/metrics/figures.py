@@ -3,7 +3,7 @@
 Owns what is counted in this worker and under which labels. It must not know files, Redis or HTTP.
 
 Label values are bounded: a model that no node has is "unknown", a route that is none of `ROUTES` "other", and a family
-that has `SERIES_KEPT` series already gives further models and nodes the name "other".
+that has as many series as `SERIES_KEPT` says gives further models and nodes the name "other".
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections.abc import Callable
 from app.metrics.families import ACQUIRES, DURATION, FAMILIES, ITL, REQUESTS, TTFT, Family, Kind
 
 ROUTES = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"))
-SERIES_KEPT = 2000
-"""Of one family in one process. Nodes and adapters that come and go must not fill memory, nor the monitoring."""
+SERIES_KEPT = {Kind.COUNTER: 10_000, Kind.GAUGE: 10_000, Kind.HISTOGRAM: 1_000}
+"""Of one family in one process: a fleet of a thousand nodes has room. Nodes and adapters that come and go must not fill
+memory, nor the monitoring; a histogram has twenty values a series."""
 LABEL_LENGTH = 200
 UNBOUNDED = ("model", "node")
 """Labels whose values the deployment's users choose."""
@@ -161,7 +162,7 @@ class Figures:
         if key in self.numbers or key in self.distributions:
             return key
         series = self._series.get(family, 0)
-        if series >= SERIES_KEPT:
+        if series >= SERIES_KEPT[family.kind]:
             named = zip(family.labels, labels, strict=True)
             return family, tuple("other" if name in UNBOUNDED else value for name, value in named)
         self._series[family] = series + 1

@@ -39,6 +39,8 @@ PREFIX = "evenhand-metrics-"
 ALIVE, LOCK = "alive", "lock"
 """Files of a directory: locked for as long as a process of its deployment lives; locked while files are read or
 added up."""
+NEW_AT_ONCE = 50
+"""Series that begin in one writing: each costs up to 0.2 ms, and requests wait meanwhile."""
 FILE_BYTES = 2**16
 """Of a new file; it doubles, as the library has it."""
 GONE = "gone"
@@ -145,10 +147,17 @@ class MetricsWriter:
         return f"<MetricsWriter {self._name} series={len(self._keys)}>"
 
     def write(self, figures: Figures) -> None:
-        """Raises OSError: there is no room for what is new; it is tried again with the next writing."""
+        """What is still in `changed` afterwards is for the next time.
+
+        Raises OSError: there is no room for what is new.
+        """
         figures.digest()
-        while figures.changed:
-            key = next(iter(figures.changed))
+        new = 0
+        for key in tuple(figures.changed):
+            if key not in self._keys:
+                new += 1
+                if new > NEW_AT_ONCE:
+                    continue
             file, names = self._keys.get(key) or self._names(key)
             values = [figures.numbers[key]] if key in figures.numbers else _values(figures, key)
             before = self._written.get(key) or [-1.0] * len(names)  # all of a new series

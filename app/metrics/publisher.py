@@ -57,6 +57,8 @@ class Publisher:
     def close(self) -> None:
         """The last figures; the worker is none of the host's any more."""
         self._write()
+        while self._figures.changed and not self._full:
+            self._write()
         self._writer.close()
 
     def _write(self) -> None:

