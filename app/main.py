@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
 
 from app.dispatch.answer import Server
 from app.dispatch.breakers import Breakers
@@ -32,8 +33,12 @@ from app.dispatch.hybrid import Hybrid
 from app.dispatch.prefill_decode import PrefillDecode, SplitRules
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError, StoreUnavailable, UpstreamError
+from app.http.metrics import Metrics
 from app.http.ports import Dispatcher
 from app.http.routes import HttpFace, build_app
+from app.metrics.figures import Figures
+from app.metrics.files import DIRECTORY_VARIABLE, MetricsDirectory, MetricsWriter
+from app.metrics.publisher import Publisher
 from app.nodes import Node, Role, State
 from app.redis_url import RedisPlace
 from app.settings import Settings, tls_towards_engines
@@ -46,6 +51,7 @@ from app.store.ledger import Ledger
 from app.store.links import LinkTable
 from app.store.locator import Locator
 from app.store.migrations import Migrations
+from app.store.overview import Overview, overview
 from app.store.registry import BreakerRules, Registry
 from app.store.scripts import Script, load_scripts
 from app.upstream.distserve import DistServeClient, Migration
@@ -73,6 +79,7 @@ def create_app(settings: Settings) -> HttpFace:
     engine_key = key_of(settings)
     keys, scripts = Keys(settings.namespace), load_scripts()
     locator = Locator.of(settings.redis_url, keys=keys, timeout_s=settings.redis_timeout_s)
+    figures = Figures(knows=lambda model: registry.snapshot.knows(model))
     registry = Registry(
         locator=locator,
         keys=keys,
@@ -80,6 +87,7 @@ def create_app(settings: Settings) -> HttpFace:
         worker=worker,
         timeout_s=settings.redis_timeout_s,
         last_known=last_known(settings),
+        figures=figures,
     )
     ledger = Ledger(
         locator=locator,
@@ -91,6 +99,7 @@ def create_app(settings: Settings) -> HttpFace:
         encoder_policy=settings.encoder_policy,
         lease_s=settings.lease_s,
         timeout_s=settings.redis_timeout_s,
+        figures=figures,
     )
     tls = tls_towards_engines(settings)
     transport = Http1Transport(tls=tls)
@@ -98,6 +107,7 @@ def create_app(settings: Settings) -> HttpFace:
         registry=registry,
         ledger=ledger,
         rules=BreakerRules(threshold=settings.breaker_failures, open_s=settings.breaker_open_s),
+        figures=figures,
     )
     budget = RetryBudget(registry=registry, ledger=ledger, keys=keys)
     engines = EngineClient(probe_timeout_s=settings.probe_timeout_s, tls=tls)
@@ -143,8 +153,18 @@ def create_app(settings: Settings) -> HttpFace:
         engines=engines,
         worker=worker,
         linked=linked,
+        figures=figures,
     )
     janitor = Janitor(distserve=split.distserve, registry=registry, leads=lambda: prober.leading) if linked else None
+
+    hosts = os.environ.get(DIRECTORY_VARIABLE)
+    directory = MetricsDirectory(Path(hosts)) if hosts else MetricsDirectory.make()
+    publisher = Publisher(figures, MetricsWriter(directory.path, worker), lambda: ledger.trouble)
+
+    async def shared() -> Overview:
+        if ledger.trouble is not None:
+            raise StoreUnavailable(ledger.trouble)
+        return await overview(registry, keys)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
@@ -156,6 +176,7 @@ def create_app(settings: Settings) -> HttpFace:
             for name, loop in (
                 ("prober", prober.run),
                 ("reaper", reaper.run),
+                ("metrics", publisher.run),
                 *((("janitor", janitor.run),) if janitor is not None else ()),
                 ("static nodes", lambda: name_static_nodes(registry, engines, static_nodes(settings), engine_key)),
             )
@@ -172,6 +193,9 @@ def create_app(settings: Settings) -> HttpFace:
             await engines.close()
             await ledger.close()
             await registry.close()
+            publisher.close()
+            if not hosts:
+                directory.remove()
 
     return build_app(
         settings=settings,
@@ -188,6 +212,8 @@ def create_app(settings: Settings) -> HttpFace:
         links=split.distserve if topology.split else None,
         engine_client=engines,
         store_ok=lambda: ledger.trouble,
+        figures=figures,
+        metrics=Metrics(directory.merged, shared, within_s=settings.redis_timeout_s),
         lifespan=lifespan,
     )
 
@@ -216,12 +242,13 @@ class Split:
         engines: EngineClient,
         worker: str,
         linked: bool,
+        figures: Figures,
     ) -> None:
         self._settings = settings
         self._engines = engines
         self._bootstrap = Bootstrap(registry=registry, default_port=settings.bootstrap_port)
         self._migration = Migration(settings.migration_protocol, settings.link_type, with_gdr=not settings.disable_gdr)
-        self.figures = Handovers(ledger=ledger, registry=registry, keys=keys)
+        self.figures = Handovers(ledger=ledger, registry=registry, keys=keys, figures=figures)
         self.handing = Handing(ledger=ledger, keys=keys, worker=worker)
         distserve = DistServeClient(engines, self._migration)
         table = LinkTable(ledger=ledger, registry=registry, keys=keys, worker=worker)

@@ -31,7 +31,13 @@ from app.redis_url import CLUSTER_SCHEMES, SENTINEL_SCHEMES, RedisPlace
 
 ENV_PREFIX = "EVENHAND_"
 # Read elsewhere: the first two by the command line, the others from one process of a deployment to the next.
-OTHER_VARIABLES = ("EVENHAND_URL", "EVENHAND_ADMIN_KEY", "EVENHAND_READY_FD", "EVENHAND_WORKER_ID")
+OTHER_VARIABLES = (
+    "EVENHAND_URL",
+    "EVENHAND_ADMIN_KEY",
+    "EVENHAND_READY_FD",
+    "EVENHAND_WORKER_ID",
+    "EVENHAND_METRICS_DIR",
+)
 # What Kubernetes sets in every pod beside a service whose name begins with evenhand: nobody's mistake.
 _SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
 

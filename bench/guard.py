@@ -2,8 +2,8 @@
 """What a request costs in our own code, told so that it doesn't depend on the machine: a guard against regressions.
 
 The whole path of a chat request in one process, without a kernel: our HTTP protocol, the HTTP face, Hybrid serving,
-the ledger with its connection to Redis, the transport to an engine. Sockets are replaced by objects that answer at
-once. Two figures come of it:
+the ledger with its connection to Redis, the transport to an engine, the metrics. Sockets are replaced by objects that
+answer at once. Two figures come of it:
 
     calls       functions called for a request, Python's and C's: exact, on one version of Python
     ratio       CPU of a request against a fixed program (`baseline`), both in turns within one run
@@ -36,6 +36,9 @@ from app.dispatch.breakers import Breakers
 from app.dispatch.caller import Caller
 from app.dispatch.hybrid import Hybrid
 from app.http.routes import build_app
+from app.metrics.figures import Figures
+from app.metrics.files import MetricsDirectory, MetricsWriter
+from app.metrics.publisher import Publisher
 from app.nodes import Node, State
 from app.settings import Settings
 from app.store.keys import Keys
@@ -206,22 +209,28 @@ async def measure(rounds: int) -> Cost:
         registry=registry, transport=WiredTransport(), breakers=breakers, timeouts=timeouts, engine_key=None
     )
     hybrid = Hybrid(registry=registry, ledger=ledger, caller=caller, breakers=breakers, budget=None, retries=2)  # type: ignore[arg-type]
+    figures = Figures(knows=registry.snapshot.knows)
     app = build_app(
         settings=Settings.load(),
         registry=registry,  # type: ignore[arg-type]
         dispatcher=hybrid,
         engine_client=None,  # type: ignore[arg-type]
         store_ok=lambda: None,
+        figures=figures,
     )
     config = Config(app, http=Protocol, lifespan="off", log_config=None, proxy_headers=False)
     config.load()
     clients = [Client(config, ServerState()) for _ in range(AT_ONCE)]
+
+    directory = MetricsDirectory.make()
+    publisher = Publisher(figures, MetricsWriter(directory.path, "guard"), lambda: ledger.trouble)
 
     async def serve() -> None:
         for client in clients:
             client.run(SLICE)
         for client in clients:
             await client.done.wait()
+        publisher.publish()  # it would be a timer's chance how often
 
     requests = AT_ONCE * SLICE
     for _ in range(3):
@@ -243,6 +252,8 @@ async def measure(rounds: int) -> Cost:
             fixed.append((time.process_time() - since) / 20)
     finally:
         gc.enable()
+        publisher.close()
+        directory.remove()
     return Cost(calls[0] / requests, min(ours) / min(fixed), min(ours) * 1e6)
 
 

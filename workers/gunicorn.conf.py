@@ -28,6 +28,7 @@ if sys.path[0] != str(_ROOT):  # the working directory may hold an `app` of its 
 import app.main
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
+from app.metrics.files import DIRECTORY_VARIABLE, MetricsDirectory
 from app.settings import Settings, misspelt_variables
 from workers.agreed import MASTER_MARGIN_S, READY_FD_VARIABLE
 from workers.logs import logging_config
@@ -78,7 +79,10 @@ logconfig_dict = logging_config(_settings.log_level, _settings.log_format)
 
 
 def on_starting(server: Any) -> None:
-    """Forget the registry where that is asked for; raise the limit on open files before the workers inherit it."""
+    """Make room for the workers' figures; forget the registry where that is asked for; raise the limit on open files
+    before the workers inherit it."""
+    server.metrics = MetricsDirectory.make()
+    os.environ[DIRECTORY_VARIABLE] = str(server.metrics.path)
     if READY_FD_VARIABLE not in os.environ:  # else `evenhand serve` has said it
         for line in misspelt_variables(os.environ):
             server.log.warning(line)
@@ -131,6 +135,14 @@ def child_exit(server: Any, worker: Any) -> None:
         give_back(_settings, _worker_id(worker))
     except Exception as e:
         server.log.warning("counts of worker %s are given back when its lease ends: %s", _worker_id(worker), e)
+    try:
+        server.metrics.absorb(_worker_id(worker))
+    except Exception as e:
+        server.log.warning("the metrics of worker %s could not be kept: %s", _worker_id(worker), e)
+
+
+def on_exit(server: Any) -> None:
+    server.metrics.remove()
 
 
 def _worker_id(worker: Any) -> str:

@@ -16,6 +16,8 @@ from typing import Any
 
 from app.dispatch.retries import AT_ANOTHER
 from app.errors import EngineBroke, EngineTimeout, EngineUnreachable, StoreUnavailable, UpstreamError
+from app.metrics.families import FAILURES
+from app.metrics.figures import Figures
 from app.nodes import Breaker, Role
 from app.store.ledger import Ledger, Select
 from app.store.registry import BreakerRules, Registry
@@ -47,10 +49,13 @@ def speaks_against(outcome: UpstreamError | int) -> bool:
 class Breakers:
     """One per worker."""
 
-    def __init__(self, *, registry: Registry, ledger: Ledger, rules: BreakerRules) -> None:
+    def __init__(
+        self, *, registry: Registry, ledger: Ledger, rules: BreakerRules, figures: Figures | None = None
+    ) -> None:
         self._registry = registry
         self._ledger = ledger
         self._rules = rules
+        self._figures = figures or Figures()
         self._telling: set[asyncio.Task[None]] = set()
         self._closing: set[str] = set()
         self._untold: dict[str, int] = {}  # url -> failures in a row here, while Redis is away
@@ -61,7 +66,10 @@ class Breakers:
 
     def failed(self, url: str, outcome: UpstreamError | int) -> None:
         node = self._registry.snapshot.nodes.get(url)
-        if node is None or node.breaker == Breaker.OPEN or not speaks_against(outcome):
+        if node is None or not speaks_against(outcome):
+            return
+        self._figures.count(FAILURES, url)
+        if node.breaker == Breaker.OPEN:
             return
         if self._ledger.trouble is not None:
             self._count_here(url)

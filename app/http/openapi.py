@@ -48,7 +48,7 @@ def document() -> Schema:
             {"name": "OpenAI", "description": "What clients call."},
             {"name": "Nodes", "description": "Node management, as LMDeploy's proxy has it, and more."},
             {"name": "Links", "description": "LMDeploy's DistServe: links between prefill and decode nodes."},
-            {"name": "Health", "description": "For load balancers and people; open to everybody."},
+            {"name": "Health", "description": "For load balancers, monitoring and people."},
         ],
         "paths": {
             "/v1/models": {"get": _list_models()},
@@ -68,6 +68,7 @@ def document() -> Schema:
             "/distserve/links": {"get": _links()},
             "/health": {"get": _health()},
             "/ready": {"get": _ready()},
+            "/metrics": {"get": _metrics()},
             "/": {"get": _page()},
             "/openapi.json": {"get": _openapi()},
         },
@@ -410,6 +411,19 @@ def _links() -> Schema:
 
 
 # --- health and pages -------------------------------------------------------------------------------
+
+
+def _metrics() -> Schema:
+    return _operation(
+        "Health",
+        "Metrics for Prometheus",
+        "metrics",
+        ok=_answer("All figures, as docs/metrics.md lists them.", {"text/plain": {"schema": {"type": "string"}}}),
+        errors=("401", "403"),
+        security=_ADMIN,
+        description="Open to everybody while no keys are configured. The same whichever worker answers; what is "
+        "shared comes from Redis and is left out while it is away.",
+    )
 
 
 def _health() -> Schema:

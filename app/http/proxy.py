@@ -18,7 +18,16 @@ from urllib.parse import unquote
 from starlette.types import Receive, Scope, Send
 
 from app.dispatch.answer import Answer, EngineRequest, Outcome
-from app.errors import BadRequest, EvenhandError, Headers, ShuttingDown, error_answer
+from app.errors import (
+    BadRequest,
+    EvenhandError,
+    Headers,
+    NoNodeAvailable,
+    ShuttingDown,
+    StoreUnavailable,
+    UpstreamError,
+    error_answer,
+)
 from app.http.auth import Authority
 from app.http.body import ClientLeft, header, read_body, too_large
 from app.http.form import is_form, model_of_form
@@ -27,6 +36,7 @@ from app.http.interrupt import Running, Watch, Why
 from app.http.peek import peek
 from app.http.ports import WIRE, Dispatcher, Wire
 from app.http.relay import Relay
+from app.metrics.figures import Figures, Served
 
 log = logging.getLogger("evenhand.http")
 
@@ -48,6 +58,7 @@ class Proxy:
         dispatcher: Dispatcher,
         authority: Authority,
         running: Running,
+        figures: Figures,
         max_body_bytes: int,
         allow_transfer_params: bool,
         forward_client_key: bool,
@@ -55,6 +66,7 @@ class Proxy:
         self._dispatcher = dispatcher
         self._authority = authority
         self._running = running
+        self._figures = figures
         self._max_body_bytes = max_body_bytes
         self._allow_transfer_params = allow_transfer_params
         self._not_for_engine = NOT_FOR_ENGINE_BUT_KEYS if forward_client_key else NOT_FOR_ENGINE
@@ -63,6 +75,7 @@ class Proxy:
         return f"<Proxy {self._running!r}>"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        served = Served(scope["path"])
         identifier = request_id(scope["headers"])
         wire: Wire | None = scope.get("extensions", {}).get(WIRE)
         watch = self._running.enter(asyncio.current_task() if wire is None else wire.task)
@@ -70,8 +83,8 @@ class Proxy:
         relay: Relay | None = None
         outcome = Outcome.ABORTED
         try:
-            answer = await self._open(scope, receive, identifier, watch, wire)
-            relay = Relay(answer, send, wire, path=routed(scope["path"]), extra=self._extra(identifier))
+            answer = await self._open(scope, receive, identifier, watch, wire, served)
+            relay = Relay(answer, send, wire, served, path=routed(scope["path"]), extra=self._extra(identifier))
             outcome = await relay.run()
         except ClientLeft:
             pass
@@ -83,13 +96,17 @@ class Proxy:
             if answer is not None:
                 answer.close(outcome)
             if watch.why is Why.SHUTDOWN:
+                if outcome is not Outcome.OK:
+                    served.outcome = "shutdown"
                 await self._last_words(relay, scope, send, identifier)
         except EvenhandError as e:
+            served.outcome = outcome_of(e)
             watch.stop()
             if answer is not None:
                 answer.close(Outcome.ENGINE_ERROR)
             await self._refuse(e, scope, send, identifier)
         except Exception:
+            served.outcome = "internal_error"
             watch.stop()
             log.exception("request %s failed on a fault of ours", identifier.decode())
             if relay is None or not relay.started:
@@ -100,8 +117,12 @@ class Proxy:
                     answer.close(outcome)
             finally:
                 self._running.leave(watch)
+                served.end(answer.url if answer is not None else "", outcome)
+                self._figures.ended.append(served)
 
-    async def _open(self, scope: Scope, receive: Receive, identifier: bytes, watch: Watch, wire: Wire | None) -> Answer:
+    async def _open(
+        self, scope: Scope, receive: Receive, identifier: bytes, watch: Watch, wire: Wire | None, served: Served
+    ) -> Answer:
         # The body lives in this frame only: a stream of an hour must not keep an image of 40 MB.
         if self._running.ended:
             raise ShuttingDown("This worker is stopping")
@@ -112,10 +133,10 @@ class Proxy:
             body = await read_body(scope, receive, limit_bytes=self._max_body_bytes, setting="--max-body-size")
         elif len(body) > self._max_body_bytes:
             raise too_large(self._max_body_bytes, "--max-body-size")
-        model, body = self._peek(scope, body)
+        served.model, body = self._peek(scope, body)
         headers = for_engine(scope, identifier, self._not_for_engine)
         watch.start(receive, wire)
-        return await self._dispatcher.open(EngineRequest(b"POST", path, headers, body, model))
+        return await self._dispatcher.open(EngineRequest(b"POST", path, headers, body, served.model))
 
     def _peek(self, scope: Scope, body: bytes) -> tuple[str, bytes]:
         allow = self._allow_transfer_params
@@ -150,6 +171,19 @@ class Proxy:
                     await relay.end_early(error)
         except TimeoutError:
             log.warning("request %s: the client did not take the end of its stream", identifier.decode())
+
+
+def outcome_of(error: EvenhandError) -> str:
+    """What a request that ends in `error` counts as."""
+    if isinstance(error, UpstreamError):
+        return Outcome.ENGINE_ERROR
+    if isinstance(error, ShuttingDown):
+        return "shutdown"
+    if isinstance(error, NoNodeAvailable | StoreUnavailable):
+        return "no_node"
+    if error.status == 429:
+        return "shed"
+    return Outcome.CLIENT_ERROR if error.status < 500 else "internal_error"
 
 
 def routed(path: str) -> str:

@@ -16,6 +16,7 @@ How an answer that is not complete ends:
 from __future__ import annotations
 
 import logging
+import time
 
 from starlette.types import Send
 
@@ -24,6 +25,7 @@ from app.errors import EngineBroke, EvenhandError, Headers, UpstreamError, error
 from app.http.headers import ClientHead
 from app.http.ports import Wire
 from app.http.sse import StreamTail
+from app.metrics.figures import Served
 
 log = logging.getLogger("evenhand.http")
 
@@ -35,15 +37,19 @@ class Relay:
     """One answer and what the client has of it so far.
 
     Args:
+        served: is told of a stream's chunks.
         wire: used in place of `send` where the server has one: a chunk goes out in the turn in which it came.
         extra: headers of our own for the client, after the engine's.
         path: of the request, decoded.
     """
 
-    __slots__ = ("_answer", "_extra", "_head", "_path", "_send", "_tail", "_wire", "started")
+    __slots__ = ("_answer", "_extra", "_head", "_path", "_send", "_served", "_tail", "_wire", "started")
 
-    def __init__(self, answer: Answer, send: Send, wire: Wire | None, *, path: str, extra: Headers) -> None:
+    def __init__(
+        self, answer: Answer, send: Send, wire: Wire | None, served: Served, *, path: str, extra: Headers
+    ) -> None:
         self._answer = answer
+        self._served = served
         self._send = send
         self._wire = wire
         self._path = path
@@ -109,17 +115,24 @@ class Relay:
 
     async def _stream(self, tail: StreamTail) -> Outcome:
         broke: EvenhandError | None = None
+        served = self._served
         try:
             if self._wire is not None:
                 write = self._wire.write
 
                 def pass_on(chunk: bytes) -> bool:
+                    if not served.chunks:
+                        served.first_s = time.monotonic()
+                    served.chunks += 1
                     tail.feed(chunk)
                     return write(chunk, more=True)
 
                 await self._answer.pipe(pass_on, self._wire.drain)
             else:
                 while chunk := await self._answer.read():
+                    if not served.chunks:
+                        served.first_s = time.monotonic()
+                    served.chunks += 1
                     await self._put(chunk)
                     # Only now: a chunk whose send was interrupted never reached the client.
                     tail.feed(chunk)

@@ -20,16 +20,18 @@ from app.dispatch.topology import Topology
 from app.errors import EvenhandError, Forbidden, Unauthorized
 from app.http.admin import Admin
 from app.http.answers import on_client_left, on_evenhand_error, on_fault, on_http_exception
-from app.http.auth import Authority
+from app.http.auth import Authority, HeaderPairs
 from app.http.body import ClientLeft
 from app.http.distserve import DistServeRoutes
 from app.http.docs_page import DocsPage
 from app.http.headers import CLOSE, request_id
 from app.http.health import Health
 from app.http.interrupt import Running
+from app.http.metrics import Metrics
 from app.http.models import Models
 from app.http.ports import Dispatcher, Engines, LinkKeeper, NodeRegistry
 from app.http.proxy import Proxy
+from app.metrics.figures import Figures
 
 if TYPE_CHECKING:
     from app.settings import Settings
@@ -92,6 +94,8 @@ def build_app(
     engine_client: Engines,
     store_ok: Callable[[], str | None],
     links: LinkKeeper | None = None,
+    figures: Figures | None = None,
+    metrics: Metrics | None = None,
     lifespan: Lifespan[Starlette] | None = None,
 ) -> HttpFace:
     """The ASGI application.
@@ -100,6 +104,8 @@ def build_app(
         dispatcher: what opens `POST /v1/*`.
         store_ok: None while Redis can be used, else the reason why it can't; called by `/ready`.
         links: what `/distserve/*` asks; None where engines are not linked.
+        figures: where requests are counted.
+        metrics: what `/metrics` shows.
         lifespan: starts and stops what `app.main` has wired.
     """
     running = Running()
@@ -113,6 +119,7 @@ def build_app(
         dispatcher=dispatcher,
         authority=authority,
         running=running,
+        figures=figures or Figures(),
         max_body_bytes=settings.max_body_size,
         allow_transfer_params=settings.allow_transfer_params,
         forward_client_key=settings.forward_client_key,
@@ -126,7 +133,8 @@ def build_app(
     )
     health = Health(registry=registry, running=running, topology=topology, store_ok=store_ok)
     models, docs, distserve = Models(registry), DocsPage(), DistServeRoutes(links)
-    for_clients, for_admins = _for_clients(authority), _for_admins(authority)
+    for_clients, for_admins = _for_clients(authority), _for_admins(authority.check_admin)
+    for_readers = _for_admins(authority.check_reader)
     # A HEAD, which Starlette would answer like the GET, must not empty the deployment.
     terminate_all = Route("/nodes/terminate_all", for_admins(admin.terminate_all), methods=["GET"])
     terminate_all.methods = {"GET"}
@@ -149,6 +157,7 @@ def build_app(
             Route("/distserve/links", for_admins(distserve.links), methods=["GET"]),
             Route("/health", health.health, methods=["GET"]),
             Route("/ready", health.ready, methods=["GET"]),
+            Route("/metrics", for_readers((metrics or Metrics()).page), methods=["GET"]),
             Route("/", docs.page, methods=["GET"]),
             Route("/openapi.json", docs.openapi, methods=["GET"]),
             Route("/swagger-ui/{name}", docs.asset, methods=["GET"], include_in_schema=False),
@@ -176,12 +185,12 @@ def _for_clients(authority: Authority) -> Callable[[Endpoint], Endpoint]:
     return guard
 
 
-def _for_admins(authority: Authority) -> Callable[[Endpoint], Endpoint]:
+def _for_admins(check: Callable[[HeaderPairs, str | None], None]) -> Callable[[Endpoint], Endpoint]:
     def guard(endpoint: Endpoint) -> Endpoint:
         async def guarded(request: Request) -> Response:
             peer = request.client.host if request.client is not None else None
             try:
-                authority.check_admin(request.scope["headers"], peer)
+                check(request.scope["headers"], peer)
             except (Unauthorized, Forbidden) as e:
                 # An engine that may not register only logs that it failed; the reason has to stand here.
                 log.warning("refused %s %s from %s: %s", request.method, request.url.path, peer, e.message)

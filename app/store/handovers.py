@@ -7,6 +7,8 @@ They are figures: sent behind the counts on the hot connection, never waited for
 
 from __future__ import annotations
 
+from app.metrics.families import STAGES
+from app.metrics.figures import Figures
 from app.store.keys import Keys
 from app.store.ledger import Ledger
 from app.store.links import hash_of
@@ -16,10 +18,11 @@ from app.store.registry import Registry
 class Handovers:
     """One per worker."""
 
-    def __init__(self, *, ledger: Ledger, registry: Registry, keys: Keys) -> None:
+    def __init__(self, *, ledger: Ledger, registry: Registry, keys: Keys, figures: Figures | None = None) -> None:
         self._ledger = ledger
         self._registry = registry
         self._keys = keys
+        self._figures = figures or Figures()
 
     def count(self, what: str) -> None:
         """One more: links_made, links_failed, sessions_freed, sessions_lost, missing_params,
@@ -28,6 +31,7 @@ class Handovers:
 
     def took(self, url: str, stage: str, seconds: float) -> None:
         """A stage of a request (encode, link, prefill, handover, decode) took so long at the node."""
+        self._figures.observe(STAGES, seconds, stage, url)
         name = self._keys.stages(url)
         self._ledger.note("HINCRBYFLOAT", name, f"{stage}_s", f"{seconds:.6f}")
         self._ledger.note("HINCRBY", name, f"{stage}_count", 1)

@@ -36,6 +36,8 @@ import hiredis
 
 from app.balancing import DECIDE_BY_LATENCY, ENCODER_POLICIES, POLICIES, Candidate, Encoder
 from app.errors import ModelNotFound, NoNodeAvailable, StoreUnavailable
+from app.metrics.families import ENCODER_ITEMS, RETRIES
+from app.metrics.figures import Figures
 from app.store.keys import Keys, of_worker_given_up
 from app.store.latencies import Latencies
 from app.store.load_index import LARGE, LoadIndex
@@ -127,6 +129,7 @@ class Ledger:
         lease_s: float,
         timeout_s: float,
         draws: random.Random | None = None,
+        figures: Figures | None = None,
     ) -> None:
         self.worker = worker
         self.counts: dict[str, int] = {}
@@ -144,6 +147,7 @@ class Ledger:
         self._lease_ms = round(lease_s * 1000)
         self._timeout_s = timeout_s
         self._draws = draws or random.Random()
+        self._figures = figures or Figures()
         self._latencies = Latencies(
             keys=keys,
             script=scripts["note_latencies"],
@@ -231,6 +235,8 @@ class Ledger:
         if not again:
             self._count_request()
         (ticket,) = await self._acquire((select,), self._ask, self._choose)
+        if again:
+            self._figures.count(RETRIES, ticket.url)
         return ticket
 
     async def acquire_each(self, *selects: Select, again: bool = False) -> list[Ticket]:
@@ -264,7 +270,10 @@ class Ledger:
             return self._assign(pools[0], items)
 
         self._count_request()
-        return await self._acquire((select,), ask, locally)
+        tickets = await self._acquire((select,), ask, locally)
+        for ticket in tickets:
+            self._figures.count(ENCODER_ITEMS, ticket.url)
+        return tickets
 
     async def _acquire(
         self,
@@ -419,6 +428,8 @@ class Ledger:
         future: asyncio.Future[tuple[int | None, list[str]]] = asyncio.get_running_loop().create_future()
 
         loaded: list[bool] = []
+        # One in a while is measured: what all together would cost is more than what they would tell.
+        since_s = 0.0 if self._figures.acquires_s else time.monotonic()
 
         def settle(reply: Reply) -> None:
             if type(reply) is not list:
@@ -436,6 +447,8 @@ class Ledger:
                 code, urls = None, []
             else:
                 self._acquiring -= 1
+                if since_s:
+                    self._figures.acquires_s.append(time.monotonic() - since_s)
                 code, version = reply[0], reply[1]
                 urls = read(reply) if code == DONE else []
                 for url in urls:

@@ -25,7 +25,9 @@ import msgpack
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from app.errors import StoreUnavailable
-from app.nodes import Node, Role, State
+from app.metrics.families import BREAKER_CHANGES
+from app.metrics.figures import Figures
+from app.nodes import Breaker, Node, Role, State
 from app.store.fields import node_from_fields, node_to_fields
 from app.store.healing import heal
 from app.store.keys import LAYOUT, Keys, of_node_removed
@@ -43,6 +45,13 @@ READ_TRIES = 5
 """How often a read follows a registry that changes under it."""
 LAST_WORDS_S = 0.5
 """For what a worker that leaves still tells the others; they would find out without it."""
+
+BECOMES = {
+    "half_open": Breaker.HALF_OPEN,
+    "close": Breaker.CLOSED,
+    "close on probation": Breaker.CLOSED,
+}
+"""What a breaker is after a move; the other moves leave it as it is."""
 
 T = TypeVar("T")
 
@@ -106,9 +115,11 @@ class Registry:
         worker: str,
         timeout_s: float,
         last_known: LastKnown | None = None,
+        figures: Figures | None = None,
     ) -> None:
         self.snapshot = Snapshot()
         self._last_known = last_known
+        self._figures = figures or Figures()
         self._assumed: Snapshot | None = None  # what was known before this worker, until Redis is reached
         self.on_change: list[Callable[[], None]] = []
         self._keys = keys
@@ -374,11 +385,15 @@ class Registry:
         """The node failed a request. Raises StoreUnavailable."""
         arguments: list[Argument] = [url, rules.threshold, round(rules.open_s * 1000), round(rules.longest_s * 1000)]
         if await self._breaker("record_failure", url, arguments):
+            self._figures.count(BREAKER_CHANGES, url, Breaker.OPEN)
             log.warning("node %s: its breaker is open: too many requests failed there in a row", url)
 
     async def move_breaker(self, url: str, move: str, number: int = 0) -> bool:
         """As move_breaker.lua; whether it was moved. Raises StoreUnavailable."""
-        return await self._breaker("move_breaker", url, [url, move, number])
+        moved = await self._breaker("move_breaker", url, [url, move, number])
+        if moved and move in BECOMES:
+            self._figures.count(BREAKER_CHANGES, url, BECOMES[move])
+        return moved
 
     async def _breaker(self, script: str, url: str, arguments: list[Argument]) -> bool:
         keys = self._keys

@@ -17,6 +17,7 @@ from app.dispatch.prefill_decode import PrefillDecode
 from app.dispatch.topology import Topology
 from app.errors import BadRequest, ConfigurationError
 from app.main import Split, dispatcher, static_nodes
+from app.metrics.figures import Figures
 from app.nodes import Role
 from app.settings import Settings
 from app.store.keys import Keys
@@ -311,7 +312,8 @@ def made_by(settings: Settings) -> Any:
         scripts=load_scripts(),
         engines=None,
         worker="w",
-        linked=False,  # type: ignore[arg-type]
+        linked=False,
+        figures=Figures(),
     )
     return dispatcher(settings, **nothing, caller=None, split=split, breakers=None, budget=None)  # type: ignore[arg-type]
 

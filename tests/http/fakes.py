@@ -19,8 +19,10 @@ from uvicorn.server import ServerState
 
 from app.dispatch.answer import EngineRequest, Outcome
 from app.errors import UpstreamError
+from app.http.metrics import Metrics
 from app.http.ports import WIRE
 from app.http.routes import HttpFace, build_app
+from app.metrics.figures import Figures
 from app.nodes import Node, Role, State
 from app.settings import Settings
 from app.store.registry import NodeStatus
@@ -247,7 +249,13 @@ class World:
     """One HTTP face with fakes behind it."""
 
     def __init__(
-        self, *script: Any, nodes: Sequence[Node] = (), links: FakeLinks | None = None, **settings: Any
+        self,
+        *script: Any,
+        nodes: Sequence[Node] = (),
+        links: FakeLinks | None = None,
+        figures: Figures | None = None,
+        metrics: Metrics | None = None,
+        **settings: Any,
     ) -> None:
         for name in ("api_keys", "admin_keys"):
             if name in settings:
@@ -264,6 +272,8 @@ class World:
             engine_client=self.engines,
             store_ok=lambda: self.store_trouble,
             links=links,
+            figures=figures,
+            metrics=metrics or Metrics(settled_s=0.0),
         )
 
     async def ask(self, method: str, path: str, body: bytes | Iterable[bytes] = b"", **more: Any) -> Reply:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Self
 
+from app.metrics.figures import Figures
 from app.nodes import Role, State
 from app.store.budget import RetryBudget
 from app.store.handing import Handing
@@ -56,9 +57,16 @@ class Worker:
     ) -> None:
         self.name = name
         self.keys = Keys(namespace)
+        self.counted = Figures()
         locator = Locator.of(url, keys=self.keys, timeout_s=timeout_s)
         self.registry = Registry(
-            locator=locator, keys=self.keys, scripts=SCRIPTS, worker=name, timeout_s=timeout_s, last_known=last_known
+            locator=locator,
+            keys=self.keys,
+            scripts=SCRIPTS,
+            worker=name,
+            timeout_s=timeout_s,
+            last_known=last_known,
+            figures=self.counted,
         )
         self.ledger = Ledger(
             locator=locator,
@@ -71,10 +79,11 @@ class Worker:
             lease_s=lease_s,
             timeout_s=timeout_s,
             draws=random.Random(seed),
+            figures=self.counted,
         )
         shared = {"registry": self.registry, "keys": self.keys}
         self.budget = RetryBudget(ledger=self.ledger, **shared)  # type: ignore[arg-type]
-        self.figures = Handovers(ledger=self.ledger, **shared)  # type: ignore[arg-type]
+        self.figures = Handovers(ledger=self.ledger, figures=self.counted, **shared)  # type: ignore[arg-type]
         self.handing = Handing(ledger=self.ledger, keys=self.keys, worker=name)
         self.links = LinkTable(ledger=self.ledger, worker=name, **shared)  # type: ignore[arg-type]
         self.migrations = Migrations(ledger=self.ledger, scripts=SCRIPTS, worker=name, **shared)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""What this process counts, and how the workers of a host put their figures together."""
