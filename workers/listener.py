@@ -118,6 +118,11 @@ class Listener:
     def __repr__(self) -> str:
         return f"<Listener {self._share!r} open={self._open}>"
 
+    @property
+    def greets(self) -> bool:
+        """Whether connections that it took are still being made: no protocol knows of them."""
+        return bool(self._greeting)
+
     def close(self) -> None:
         """Take no more connections. Those that are taken go on."""
         if self._open:

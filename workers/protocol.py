@@ -348,13 +348,14 @@ class Protocol(HttpToolsProtocol):
         """Let this connection end with the answer that runs on it; what runs is not touched.
 
         Args:
-            heads: whether what has begun to be a request, and is none yet, ends too.
+            heads: whether what has begun to be a request, or is a connection without any, ends too.
         """
         if self._refusal is not None:
             return  # it ends the connection, and closed at once it would be lost
         if self.cycle is None or self.cycle.response_complete:
             if not self._begun:
-                if self._idle_since <= idle_before:
+                # Who has connected and sent nothing yet is about to: it waits as long as half a head.
+                if self._idle_since <= idle_before if self._heads else heads:
                     self.transport.close()
             elif heads:
                 self._refuse(ShuttingDown("This worker is stopping"))

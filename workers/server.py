@@ -103,9 +103,10 @@ class GracefulServer(Server):
     async def _wait_tasks_to_complete(self) -> None:
         state = self.server_state
         began = time.monotonic()
-        while state.connections or state.tasks:
+        while True:
             now = time.monotonic()
-            if now >= self._due:
+            greets = any(server.greets for server in self.servers) and now - began < HEAD_LINGER_S
+            if now >= self._due or not (state.connections or state.tasks or greets):
                 break
             # In a quick stop nothing lingers.
             quick = self._due - began <= QUICK_GRACE_S

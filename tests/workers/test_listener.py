@@ -9,12 +9,16 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
+from uvicorn.config import Config
 
 from tests.support.wait import aeventually
 from workers import listener as listener_module
 from workers.listener import Listener, Share, Shares
+from workers.protocol import Protocol
+from workers.server import GracefulServer
 
 
 class Echo(asyncio.Protocol):
@@ -206,4 +210,44 @@ async def test_a_client_that_speaks_no_tls_is_not_counted() -> None:
         await aeventually(lambda: repr(shares) == "<Shares [1]>")
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         await aeventually(lambda: repr(shares) == "<Shares [0]>")
+        writer.close()
+
+
+async def test_a_connection_that_was_just_taken_is_served_though_the_worker_stops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No protocol knows of it yet: a worker that waits for its connections only would be gone when it is made."""
+    greet, go, ended = Listener._greet, asyncio.Event(), []
+
+    async def slowly(self: Listener, connection: socket.socket) -> None:
+        await go.wait()
+        await greet(self, connection)
+
+    monkeypatch.setattr(Listener, "_greet", slowly)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await receive()
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            ended.append("app")
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+        await send({"type": "http.response.start", "status": 503 if ended else 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    config = Config(app=app, http=Protocol, lifespan="on", log_config=None)
+    server = GracefulServer(config, app, grace_s=10.0, share=Shares(1).take())
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        serving = asyncio.create_task(server.run_until_stopped([sock.dup()]))
+        await aeventually(lambda: server.started)
+        reader, writer = await asyncio.open_connection(*sock.getsockname())
+        await aeventually(lambda: server.servers[0].greets)
+        server.stop()
+        await asyncio.sleep(0.5)
+        go.set()
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        await asyncio.wait_for(serving, 5)
+        assert ended == ["app"]
         writer.close()

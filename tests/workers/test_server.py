@@ -144,6 +144,19 @@ def test_half_a_head_has_time_for_its_rest_while_the_worker_stops(start: Start, 
     assert refusal.startswith(b"HTTP/1.1 503 ") and b"connection: close" in refusal
 
 
+def test_who_has_connected_and_asked_nothing_yet_is_answered_while_the_worker_stops(
+    start: Start, connect: Connect
+) -> None:
+    gunicorn = start()
+    late, silent = connect(gunicorn), connect(gunicorn)
+    connect(gunicorn).ask("/")  # those before it have been taken too
+    os.kill(gunicorn.workers()[0], signal.SIGTERM)
+    time.sleep(1.5)
+    head, _ = late.ask("/")
+    assert b"connection: close" in head
+    assert silent.read_to_end() == b""
+
+
 def test_sigint_refuses_half_a_head_at_once(start: Start, connect: Connect) -> None:
     gunicorn = start()
     client = connect(gunicorn)
