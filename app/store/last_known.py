@@ -81,24 +81,21 @@ class LastKnown:
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
+        # What is being written, or was to be when that was cancelled, is not written yet.
         if self._newest is not None:
             await asyncio.to_thread(self._write, self._newest)
-        elif self._turn.locked():
-            await asyncio.to_thread(self._wait_for_turn)
 
     async def _write_soon(self) -> None:
         await asyncio.sleep(WRITE_AFTER_S)
-        while self._newest is not None:
-            newest, self._newest = self._newest, None
+        while (newest := self._newest) is not None:
             await asyncio.to_thread(self._write, newest)
+            if self._newest is newest:
+                self._newest = None
 
     def _write(self, snapshot: Snapshot) -> None:
-        with self._turn:  # a thread that was given up goes on: what it has is older, and must not come last
-            self._write_now(snapshot)
-
-    def _wait_for_turn(self) -> None:
         with self._turn:
-            pass
+            if self._newest is snapshot:  # a thread that was given up goes on, and what it has may be older
+                self._write_now(snapshot)
 
     def _write_now(self, snapshot: Snapshot) -> None:
         nodes = {url: node_to_fields(node) for url, node in snapshot.nodes.items()}

@@ -240,3 +240,19 @@ async def test_what_is_being_written_is_waited_for(tmp_path: Path) -> None:
     await asyncio.to_thread(begun.wait, 5)
     await last.close()
     assert (tmp_path / "nodes").exists()
+
+
+async def test_what_was_about_to_be_written_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the thread has not begun when the worker leaves."""
+    last, to_thread = LastKnown(tmp_path / "nodes"), asyncio.to_thread
+
+    async def never_begins(*_: object) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(module.asyncio, "to_thread", never_begins)
+    last.keep(Snapshot(1, NODES, {}))
+    await asyncio.sleep(0.1)
+    monkeypatch.setattr(module.asyncio, "to_thread", to_thread)
+    await last.close()
+    found = LastKnown(tmp_path / "nodes").load()
+    assert found is not None and found[0].nodes.keys() == NODES.keys()
