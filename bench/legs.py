@@ -4,7 +4,7 @@
     python -m bench.legs [--requests 3000] [--rounds 3]
 
 One deployment of one worker after the other, in front of engines of zero latency: Hybrid, prefill and decode (NIXL), an
-encoder before one node, an encoder before a pair. CPU is user and system time of the whole process tree,
+encoder before one node, an encoder before a pair. CPU is user and system time of all that `evenhand serve` started,
 Redis included. The ratio is the CPU of a split request to that of as many Hybrid requests as it has legs.
 Everything is on loopback and ends with it; about two minutes.
 """
@@ -14,20 +14,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
-from bench.memory import HOST, ROOT, SETTLED_S, processes, started
+from bench.memory import HOST, one_worker
+from bench.routing import tree
 
 CONNECTIONS = 8
 WARM_UP = 300
-TICKS_S = os.sysconf("SC_CLK_TCK")
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 PARAMS = {
     "do_remote_decode": False,
@@ -112,39 +107,19 @@ async def ask(port: int, asked: bytes, times: int) -> None:
     writer.close()
 
 
-def cpu_s(root: int) -> float:
-    total = 0
-    for pid in (root, *processes(root)):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total += int(fields[11]) + int(fields[12])
-    return total / TICKS_S
-
-
 async def measure(way: Way, requests: int, engines: list[str]) -> float:
     """CPU of one request, ms."""
-    spare = await asyncio.start_server(lambda *_: None, HOST, 0)
-    port = spare.sockets[0].getsockname()[1]
-    spare.close()
-    with tempfile.TemporaryDirectory(prefix="evenhand-legs-") as state:
-        words = ["serve", "--workers", "1", "--server-name", HOST, "--server-port", str(port), "--state-dir", state]
-        words += way.flags.format(*engines).split()
-        nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        serving = await asyncio.create_subprocess_exec(sys.executable, "-m", "app.cli", *words, cwd=ROOT, **nowhere)
-        try:
-            await started(port)
-            await asyncio.sleep(SETTLED_S)
-            asked = request(way.images)
+    asked = request(way.images)
+    async with one_worker(way.flags.format(*engines)) as (pid, port):
 
-            async def all_ask(times: int) -> None:
-                await asyncio.gather(*(ask(port, asked, times // CONNECTIONS) for _ in range(CONNECTIONS)))
+        async def all_ask(times: int) -> None:
+            await asyncio.gather(*(ask(port, asked, times // CONNECTIONS) for _ in range(CONNECTIONS)))
 
-            await all_ask(WARM_UP)
-            since = cpu_s(serving.pid)
-            await all_ask(requests)
-            return (cpu_s(serving.pid) - since) / (requests // CONNECTIONS * CONNECTIONS) * 1000
-        finally:
-            serving.send_signal(signal.SIGINT)
-            await serving.wait()
+        await all_ask(WARM_UP)
+        (since_s,) = tree.read([pid]).trees_s
+        await all_ask(requests)
+        (until_s,) = tree.read([pid]).trees_s
+        return (until_s - since_s) / (requests // CONNECTIONS * CONNECTIONS) * 1000
 
 
 async def run(requests: int, rounds: int) -> None:

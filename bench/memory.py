@@ -19,9 +19,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+from bench.routing import tree
 
 ROOT = Path(__file__).parent.parent
 HOST = "127.0.0.1"
@@ -60,37 +63,21 @@ async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         writer.close()
 
 
-def processes(root: int) -> Iterator[int]:
-    """`root`'s descendants."""
-    parents: dict[int, list[int]] = {}
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdigit():
-            try:
-                parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            parents.setdefault(parent, []).append(int(directory.name))
-    found = list(parents.get(root, []))
-    for pid in found:
-        found += parents.get(pid, [])
-    yield from found
-
-
 def held(root: int) -> dict[int, Held]:
     """By process id; a worker is a gunicorn process below a gunicorn process."""
     found: dict[int, Held] = {}
-    masters = {root}
-    for pid in processes(root):
+    masters: set[int] = set()
+    stats = tree.everything()
+    for pid in tree.below(stats, root):
         directory = Path(f"/proc/{pid}")
         words = (directory / "cmdline").read_bytes().split(b"\0")
-        parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
         if b"gunicorn" in words:
-            what = "worker" if parent in masters - {root} else "master"
+            what = "worker" if stats[pid].parent in masters else "master"
             masters.add(pid)
         else:
             what = "Redis" if b"embedded_redis" not in b" ".join(words) else "keeper of Redis"
         lines = (line.split() for line in (directory / "smaps_rollup").read_text().splitlines()[1:])
-        sizes = {words[0]: int(words[1]) / 1024 for words in lines}
+        sizes = {words[0]: int(words[1]) / tree.KIB_PER_MIB for words in lines}
         found[pid] = Held(what, sizes["Rss:"], sizes["Pss:"])
     return found
 
@@ -117,34 +104,42 @@ async def started(port: int) -> None:
             await asyncio.sleep(0.1)
 
 
-async def measure(streams: int) -> tuple[dict[int, Held], dict[int, Held]]:
-    server = await asyncio.start_server(engine, HOST, 0, backlog=2048)
-    engine_port = server.sockets[0].getsockname()[1]
-    spare = await asyncio.start_server(engine, HOST, 0)
+@asynccontextmanager
+async def one_worker(flags: str) -> AsyncIterator[tuple[int, int]]:
+    """Process id and port of a deployment of one worker that is ready and has settled."""
+    spare = await asyncio.start_server(lambda *_: None, HOST, 0)
     port = spare.sockets[0].getsockname()[1]
     spare.close()
-    with tempfile.TemporaryDirectory(prefix="evenhand-memory-") as state:
+    with tempfile.TemporaryDirectory(prefix="evenhand-bench-") as state:
         words = ["serve", "--workers", "1", "--server-name", HOST, "--server-port", str(port), "--state-dir", state]
-        words += ["--nodes", f"http://{HOST}:{engine_port}"]
         nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        serving = await asyncio.create_subprocess_exec(sys.executable, "-m", "app.cli", *words, cwd=ROOT, **nowhere)
+        serving = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "app.cli", *words, *flags.split(), cwd=ROOT, **nowhere
+        )
         try:
             await started(port)
             await asyncio.sleep(SETTLED_S)
-            before = held(serving.pid)
-            clients: list[asyncio.StreamWriter] = []
-            while len(clients) < streams:
-                some = min(OPENED_AT_ONCE, streams - len(clients))
-                clients += await asyncio.gather(*(opened(port) for _ in range(some)))
-            await asyncio.sleep(SETTLED_S)
-            after = held(serving.pid)
-            for client in clients:
-                client.close()
-            await asyncio.sleep(1.0)
+            yield serving.pid, port
         finally:
             serving.send_signal(signal.SIGINT)
             await serving.wait()
-            server.close()
+
+
+async def measure(streams: int) -> tuple[dict[int, Held], dict[int, Held]]:
+    server = await asyncio.start_server(engine, HOST, 0, backlog=2048)
+    engine_port = server.sockets[0].getsockname()[1]
+    async with one_worker(f"--nodes http://{HOST}:{engine_port}") as (pid, port):
+        before = held(pid)
+        clients: list[asyncio.StreamWriter] = []
+        while len(clients) < streams:
+            some = min(OPENED_AT_ONCE, streams - len(clients))
+            clients += await asyncio.gather(*(opened(port) for _ in range(some)))
+        await asyncio.sleep(SETTLED_S)
+        after = held(pid)
+        for client in clients:
+            client.close()
+        await asyncio.sleep(1.0)
+    server.close()
     return before, after
 
 

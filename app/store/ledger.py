@@ -427,18 +427,16 @@ class Ledger:
         """One acquire on the wire: the code, None without an answer, and what it counted."""
         future: asyncio.Future[tuple[int | None, list[str]]] = asyncio.get_running_loop().create_future()
 
-        loaded: list[bool] = []
         # One in a while is measured: what all together would cost is more than what they would tell.
         since_s = 0.0 if self._figures.acquires_s else time.monotonic()
 
-        def settle(reply: Reply) -> None:
+        def settle(reply: Reply, *, loaded: bool = False) -> None:
             if type(reply) is not list:
                 if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT"):
                     # Nothing ran, so sending it again is no replay. It stays in flight.
                     if self._pipeline is not None and not loaded:
-                        loaded.append(True)
                         self._pipeline.submit(("SCRIPT", "LOAD", script.text), _ignore)
-                        self._pipeline.send(command, settle)
+                        self._pipeline.send(command, partial(settle, loaded=True))
                         return
                     reply = StoreUnavailable("Redis lost the scripts and then the connection, or does not take them")
                 self._acquiring -= 1
@@ -592,10 +590,7 @@ class Ledger:
     def _restate_command(self) -> Sequence[str | bytes | int]:
         # EVAL, not EVALSHA: this is the step that mends things, so it must not depend on a cache.
         keys, script = self._keys, self._scripts["restate"]
-        names = (
-            *(keys.unfinished, keys.ledger(self.worker), keys.sessions, keys.workers, keys.version),
-            keys.load_index,
-        )
+        names = [keys.unfinished, keys.ledger(self.worker), keys.sessions, keys.workers, keys.version, keys.load_index]
         entries = [part for item in self.counts.items() for part in item]
         command = script.evalsha(names, (self.worker, self._generation, self._lease_ms, *entries))
         return ("EVAL", script.text, *command[2:])
