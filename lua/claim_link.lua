@@ -3,6 +3,7 @@
 -- KEYS[1]  links              HASH   prefill|decode -> JSON record of the link
 -- KEYS[2]  workers            ZSET   worker -> lease expiry, ms, Redis's clock
 -- KEYS[3]  version            STRING registry version
+-- KEYS[4]  restating          STRING there while workers that Redis has lost may not have said their claims again
 -- ARGV[1]  pair               prefill|decode
 -- ARGV[2]  worker             id of who asks
 -- ARGV[3]  lives              of both nodes, as the caller knows them: a link of other lives is void
@@ -10,10 +11,10 @@
 -- ARGV[5]  wait               ms that linking may take
 -- RETURN   {code, record}     code: 0 the caller links now (record: its claim, to be settled), 8 linked,
 --          10 another worker is at it, 7 it failed a moment ago (record says why), 2 the caller's
---          snapshot is older than the link (refresh first), 6 the caller has no lease: Redis has lost
+--          snapshot is older than the link (refresh first), 6 nobody may claim yet: Redis has lost
 --          everything, other workers' claims too, until they have said them again
 -- COST     O(1)               CALLER app/store/links.py
-local links, workers, version_key = KEYS[1], KEYS[2], KEYS[3]
+local links, workers, version_key, restating = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local pair, worker, lives, version, wait_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 
 local now = redis.call('TIME')
@@ -51,6 +52,10 @@ if record.state == 'connecting' or record.state == 'undoing' then
     end
 end
 
+-- One that does not expire is somebody's rubbish.
+if redis.call('PTTL', restating) > 0 then
+    return { 6, '' }
+end
 local claim = cjson.encode({
     state = 'connecting', owner = worker, lives = lives, version = version,
     since_ms = now_ms, until_ms = now_ms + wait_ms, failures = same and tonumber(record.failures) or 0,

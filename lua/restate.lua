@@ -10,16 +10,19 @@
 -- KEYS[4]  workers            ZSET   worker -> lease expiry, ms, Redis's clock
 -- KEYS[5]  version            STRING registry version
 -- KEYS[6]  load_index         STRING name of the groups that load:<group> are; gone where totals change
+-- KEYS[7]  restating          STRING set where Redis has lost a worker that was a member: others may be missing too
 -- ARGV[1]  worker             id
 -- ARGV[2]  generation         of the connection this call came over; each new one is larger
 -- ARGV[3]  lease              ms
--- ARGV[4+] url, count         the whole ledger, counts > 0
+-- ARGV[4]  within             ms in which every worker states its counts after a loss; 0: this one joins for the
+--          first time, so nothing of it can be lost
+-- ARGV[5+] url, count         the whole ledger, counts > 0
 -- RETURN   {code, version, known}  code: 0 stated, 4 superseded (a newer connection has spoken);
 --          known: 1 where this generation was registered before, else 0; with code 4 the newer generation
 -- COST     O(ledger)          CALLER app/store/ledger.py
 local unfinished, ledger, sessions, workers = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local version_key, load_index = KEYS[5], KEYS[6]
-local worker, generation, lease_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local version_key, load_index, restating = KEYS[5], KEYS[6], KEYS[7]
+local worker, generation, lease_ms, within_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 
 local version = tonumber(redis.call('GET', version_key) or '0') or 0
 local registered = redis.call('HGET', sessions, worker)
@@ -37,7 +40,7 @@ redis.call('ZADD', workers, string.format('%.0f', now_ms + lease_ms), worker)
 -- Counts are restated after a restart: replicas hear of them, the append-only file does not.
 redis.set_repl(redis.REPL_REPLICA)
 local stated = {}
-for i = 4, #ARGV, 2 do
+for i = 5, #ARGV, 2 do
     stated[ARGV[i]] = tonumber(ARGV[i + 1])
 end
 -- This is the step that mends things, so what somebody wrote over the ledger must not stop it.
@@ -72,4 +75,7 @@ end
 
 redis.set_repl(redis.REPL_ALL)
 redis.call('HSET', sessions, worker, generation)
+if not registered and within_ms > 0 then
+    redis.call('SET', restating, worker, 'PX', within_ms)
+end
 return { 0, version, registered == generation and 1 or 0 }

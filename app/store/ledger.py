@@ -587,12 +587,14 @@ class Ledger:
 
     # --- restate ----------------------------------------------------------------------------------
 
-    def _restate_command(self) -> Sequence[str | bytes | int]:
+    def _restate_command(self, *, was_member: bool = True) -> Sequence[str | bytes | int]:
         # EVAL, not EVALSHA: this is the step that mends things, so it must not depend on a cache.
         keys, script = self._keys, self._scripts["restate"]
-        names = [keys.unfinished, keys.ledger(self.worker), keys.sessions, keys.workers, keys.version, keys.load_index]
+        counting = [keys.unfinished, keys.ledger(self.worker), keys.sessions, keys.workers, keys.version]
+        names = [*counting, keys.load_index, keys.restating]
+        within_ms = round(RESTATED_WITHIN_S * 1000) if was_member else 0
         entries = [part for item in self.counts.items() for part in item]
-        command = script.evalsha(names, (self.worker, self._generation, self._lease_ms, *entries))
+        command = script.evalsha(names, (self.worker, self._generation, self._lease_ms, within_ms, *entries))
         return ("EVAL", script.text, *command[2:])
 
     def _restate_soon(self) -> None:
@@ -685,7 +687,7 @@ class Ledger:
             if self._registry.foreign:
                 raise StoreUnavailable(self._registry.foreign)
             changes = self._changes
-            reply = await pipeline.call(self._restate_command())
+            reply = await pipeline.call(self._restate_command(was_member=not first))
             if reply[0] != Code.DONE:
                 # This one is the newest: the number is somebody's edit, or of a clock that was ahead. Go beyond it.
                 self._speak_as(reply[2])

@@ -93,7 +93,7 @@ class LinkTable:
         if self._ledger.trouble is not None:
             raise StoreUnavailable(f"Redis can't be used: {self._ledger.trouble}")
         arguments: list[Argument] = [pair, self._worker, lives, version, round(wait_s * 1000)]
-        names = [self._keys.links, self._keys.workers, self._keys.version]
+        names = [self._keys.links, self._keys.workers, self._keys.version, self._keys.restating]
         with as_unavailable():
             code, text = await self._registry.run("claim_link", names, arguments)
         if code in (Code.DONE, Code.UNCHANGED):

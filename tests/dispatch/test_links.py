@@ -15,6 +15,7 @@ from app.dispatch.handover import links as links_module
 from app.dispatch.handover.protocol import LinkFailed
 from app.errors import EngineAnswered, EngineBroke, EngineRefused, StoreUnavailable
 from app.nodes import Role, State
+from app.store import ledger as ledger_module
 from app.store.links import Link, read_link
 from tests.dispatch.fakes import D0, P0, P1
 from tests.dispatch.linking import ONCE, PAIR, LinkEngines, Linker, counted, record, register
@@ -322,6 +323,48 @@ async def test_a_link_is_made_once_though_redis_loses_everything_over_it(own_red
         await asyncio.gather(*tasks)
         assert engines.counts == ONCE
         assert (record(own_redis).state, record(own_redis).owner) == ("connected", "w1")
+
+
+async def test_nobody_claims_a_link_before_all_have_said_theirs_again(own_redis: Space) -> None:
+    async with linking(own_redis, 2) as (engines, (first, second)):
+        engines.gates["connect"] = asyncio.Event()
+        task = asyncio.create_task(first.ensure())
+        await aeventually(lambda: engines.counts["connect"] == 1)
+        slow = first.worker.ledger
+        assert slow._keeper is not None
+        slow._keeper.cancel()  # it notices later than the others that it has to say anything
+        own_redis.cli("FLUSHALL")
+        await aeventually(lambda: own_redis.cli("GET", own_redis.key("restating")) == "w2")
+        other = asyncio.create_task(second.ensure())
+        await asyncio.sleep(0.3)
+        assert own_redis.cli("HGETALL", own_redis.key("links")) == {}
+        slow._restate_soon()
+        await aeventually(lambda: record(own_redis).owner == "w1")
+        engines.gates["connect"].set()
+        await asyncio.gather(task, other)
+        assert engines.counts == ONCE
+
+
+async def test_a_link_whose_claim_nobody_says_again_is_claimed_anew(
+    own_redis: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "RESTATED_WITHIN_S", 0.4)
+    async with linking(own_redis, 1) as (engines, (linker,)):
+        own_redis.cli("FLUSHALL")
+        await aeventually(lambda: own_redis.cli("GET", own_redis.key("restating")) == "w1")
+        await linker.ensure()
+        assert engines.counts == ONCE and record(own_redis).owner == "w1"
+        assert own_redis.cli("EXISTS", own_redis.key("restating")) == 0
+
+
+@pytest.mark.parametrize("words", [("SET", "w9"), ("LPUSH", "x"), ("HSET", "a", "b")])
+async def test_rubbish_in_the_place_of_the_mark_holds_nobody_up(own_redis: Space, words: tuple[str, ...]) -> None:
+    async with linking(own_redis, 1) as (engines, (linker,)):
+        own_redis.cli(words[0], own_redis.key("restating"), *words[1:])
+        await linker.ensure()
+        assert engines.counts == ONCE
+        own_redis.cli("HDEL", own_redis.key("sessions"), "w1")
+        await aeventually(lambda: 0 < own_redis.cli("PTTL", own_redis.key("restating")) <= 3000)
 
 
 async def test_the_table_is_back_after_redis_has_lost_everything(own_redis: Space) -> None:

@@ -123,7 +123,8 @@ class Machine(RuleBasedStateMachine):
         """The script and the model's idea of it; the code."""
         flat = [part for item in counts.items() for part in item]
         keys = [*self.counting_keys(worker), self.keys.workers, self.keys.version, self.keys.load_index]
-        reply = self.run("restate", keys, [worker, generation, 60_000, *flat])
+        keys.append(self.keys.restating)
+        reply = self.run("restate", keys, [worker, generation, 60_000, 3000, *flat])
         model = self.model
         registered = model.sessions.get(worker)
         if registered is not None and registered > generation:
@@ -438,7 +439,7 @@ class Machine(RuleBasedStateMachine):
             model.version = 0
         elif name == "nodes":
             self.forget_the_set_of_nodes()
-        elif name.startswith("load"):
+        elif name.startswith("load") or name == "restating":
             pass
         else:
             getattr(model, name).clear()

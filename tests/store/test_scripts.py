@@ -471,6 +471,8 @@ async def test_the_pages_commands_work_and_no_key_is_missing_from_it(own_redis: 
                 ):
                     ticket.release(succeeded=False)
         await aeventually(lambda: totals(space) == {url: 1} and space.cli("PUBSUB", "NUMSUB", space.key("events"))[1])
+        space.cli("HDEL", space.key("sessions"), name)
+        await aeventually(lambda: space.cli("EXISTS", space.key("restating")))  # it finds that Redis had lost it
         keys, version = worker.keys, worker.registry.snapshot.version
         names = [keys.unfinished, keys.version, keys.load_index, keys.load(0)]
         await worker.registry.run("index_loads", names, [version, f"{version}:ab12", 60_000, 1, f"1.0 {url}"])
