@@ -74,7 +74,7 @@ class Shape(NamedTuple):
 
 def shapes(keys: Keys) -> dict[str, Shape]:
     """Key -> shape of all keys that a deployment has once, but those that are made anew whenever they are not right
-    (`load_index` and its groups), and `restating`, which is overwritten and else expires. `events` is a channel, no key."""
+    (`load_index` and its groups) and `restating`, which is overwritten or expires. `events` is a channel, no key."""
     return {
         keys.layout: Shape("string", "count"),
         keys.version: Shape("string", "count"),
