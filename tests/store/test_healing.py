@@ -377,6 +377,7 @@ MEND_THEMSELVES = ("unfinished", "unfinished:w1")
 # --- that it is this what heals -------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in KEYS if name not in MEND_THEMSELVES])
 async def test_without_the_mechanism_it_is_not_healed(redis: Space, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(redis) as scene:

@@ -21,6 +21,7 @@ from tests.support.http import Reply, request
 from tests.support.process import Process, children, command
 from tests.support.quiet import quiet_check
 from tests.support.redis import PrivateRedis, Space
+from tests.support.template import the_template
 from tests.support.wait import eventually
 
 __all__ = ["Deployment", "quiet_check"]
@@ -42,6 +43,7 @@ class Deployment:
             True is a bare flag, False and None leave it out, a list gives several values.
         env: environment variables beside; EVENHAND_* of the test's own environment are not passed on.
         wait: False: do not wait for `/health`.
+        own_python: start real interpreters, not forks of the template; by default where `env` could matter to them.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class Deployment:
         settings: Mapping[str, Setting] | None = None,
         env: Mapping[str, str] | None = None,
         wait: bool = True,
+        own_python: bool | None = None,
     ) -> None:
+        self._own_python = bool(env) if own_python is None else own_python
         self.workers = workers
         self.redis = redis
         self.namespace = namespace or (redis.namespace if isinstance(redis, Space) else "test")
@@ -99,7 +103,8 @@ class Deployment:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("EVENHAND_")}
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         env = inherited | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))} | self.env
-        self.process = Process(self.command(), log_file=self.directory / "log", env=env, cwd=ROOT)
+        template = None if self._own_python else the_template()
+        self.process = Process(self.command(), log_file=self.directory / "log", env=env, cwd=ROOT, template=template)
         if wait:
             self.wait_for_health()
 

@@ -57,7 +57,15 @@ def command_of(pid: int) -> str:
         return "?"
 
 
-def spawn(prctl: Callable[[int, int], int], log: str, command: list[str]) -> int:
+def execute(command: list[str]) -> None:
+    try:
+        os.execvp(command[0], command)
+    except OSError as e:
+        print(f"{command[0]}: {e}", file=sys.stderr, flush=True)
+        os._exit(127)
+
+
+def spawn(prctl: Callable[[int, int], int], log: str, command: list[str], start: Callable[[list[str]], None]) -> int:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     me = os.getpid()
     started, starting = os.pipe()  # closed by exec: until then a signal would meet our handlers, not the command's
@@ -78,11 +86,8 @@ def spawn(prctl: Callable[[int, int], int], log: str, command: list[str]) -> int
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    try:
-        os.execvp(command[0], command)
-    except OSError as e:
-        print(f"{command[0]}: {e}", file=sys.stderr, flush=True)
-        os._exit(127)
+    start(command)
+    raise AssertionError("it came back")
 
 
 def reap(main: int, code: int | None) -> int | None:
@@ -98,7 +103,8 @@ def reap(main: int, code: int | None) -> int | None:
             code = os.waitstatus_to_exitcode(status)
 
 
-def run(log: str, command: list[str]) -> None:
+def run(log: str, command: list[str], start: Callable[[list[str]], None] = execute) -> None:
+    """`start`: becomes the command in the process that was forked for it."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # stdin's end is the only order
@@ -108,7 +114,7 @@ def run(log: str, command: list[str]) -> None:
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    main = spawn(prctl, log, command)
+    main = spawn(prctl, log, command, start)
     print("pid", main, flush=True)
     code: int | None = None
     deadline: float | None = None

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.support.guard import command_of, parents
+from tests.support.template import Guard, Template
 
 GUARD = Path(__file__).with_name("guard.py")
 
 
 class Process:
-    """One command under guard, its output in `log_file`.
+    """One command under guard, its output in `log_file`; a fork of `template` where one is given.
 
     `left_behind` holds, once it has ended, the descendants that had outlived it by 3 s and were killed.
     """
@@ -27,17 +28,22 @@ class Process:
         log_file: Path,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        template: Template | None = None,
     ) -> None:
         self.log_file = log_file
         self.left_behind: list[str] = []
         self.exit_code: int | None = None
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(GUARD), str(log_file), *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=env,
-            cwd=cwd,
-        )
+        self._guard: subprocess.Popen[bytes] | Guard
+        if template is not None:
+            self._guard = template.guarded(log_file, command, env, cwd)
+        else:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(GUARD), str(log_file), *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=env,
+                cwd=cwd,
+            )
         assert self._guard.stdout is not None
         word, _, pid = self._guard.stdout.readline().decode().partition(" ")
         assert word == "pid", f"the guard did not start {command}"

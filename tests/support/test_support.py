@@ -16,13 +16,16 @@ from pathlib import Path
 import pytest
 import redis as redis_py
 
+from app import __version__
 from tests.support import load
 from tests.support.deployment import ROOT, Deployment
 from tests.support.engine import SimulatedEngine
 from tests.support.http import request
 from tests.support.process import Process, children
+from tests.support.process import command as command_of
 from tests.support.quiet import counts, quiet_check
 from tests.support.redis import AT_ONCE, PrivateRedis, Space, TcpProxy, server_binary
+from tests.support.template import the_template
 from tests.support.wait import aeventually, eventually
 
 Factory = Callable[..., SimulatedEngine]
@@ -61,6 +64,42 @@ def test_stop_sends_a_signal_and_kills_what_does_not_end(tmp_path: Path) -> None
 def test_signals_reach_the_command_with_their_defaults(tmp_path: Path) -> None:
     process = Process(["sleep", "300"], log_file=tmp_path / "log")
     assert process.stop(signal.SIGINT) == -signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--version"], 0, f"evenhand {__version__}"),
+        (["serve", "--workers", "none"], 2, "--workers"),
+        (["nodes", "list"], 1, "can't reach http://127.0.0.1:9"),
+    ],
+)
+def test_a_fork_of_the_template_is_what_a_python_of_its_own_is(
+    tmp_path: Path, words: list[str], code: int, said: str
+) -> None:
+    command = [sys.executable, "-m", "app.cli", *words]
+    env = dict(os.environ, EVENHAND_URL="http://127.0.0.1:9")
+    logs = []
+    for template in (None, the_template()):
+        log_file = tmp_path / f"{template is None}"
+        process = Process(command, log_file=log_file, env=env, cwd=ROOT, template=template)
+        assert process.wait(20) == code
+        assert process.left_behind == []
+        logs.append(process.log())
+    assert said in logs[0] and logs[0] == logs[1]
+
+
+def test_a_fork_of_the_template_is_named_and_killed_as_others_are(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "app.cli", "engine"]
+    process = Process(words, log_file=tmp_path / "log", cwd=ROOT, template=the_template())
+    eventually(lambda: "http://" in process.log(), within_s=10)
+    assert command_of(process.pid) == " ".join(words)
+    assert set(os.listdir(f"/proc/{process.pid}/fd")) >= {"0", "1", "2"}
+    assert os.readlink(f"/proc/{process.pid}/fd/0") == os.devnull
+    assert process.kill() == -signal.SIGKILL
+    assert not alive(process.pid)
+    deaf = Process(["sh", "-c", "exit 7"], log_file=tmp_path / "other", template=the_template())
+    assert deaf.wait(5) == 7, "what is no Python of ours is started as ever"
 
 
 def test_what_outlives_the_command_is_told_and_killed(tmp_path: Path) -> None:
