@@ -36,7 +36,7 @@ export function troubles(state) {
   }
   if (nodes.length === 0) add("bad", "empty", "No node is registered");
   for (const { role, model, urls } of unserved(nodes)) {
-    add("bad", `unserved ${role} ${model}`, `No ${role} node serves ${model}`, `of ${plural(urls.length, "node")}: ${names(urls)}`, { model });
+    add("bad", `unserved ${role} ${model}`, `No ${role} node serves ${model}`, `${plural(urls.length, "node has it", "nodes have it")}: ${names(urls)}`, { model });
   }
   const of = (check) => nodes.filter(check);
   const tell = (level, check, one, many, show) => {

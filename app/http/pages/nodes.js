@@ -163,8 +163,9 @@ class Row {
     this.more = make("details", { class: "more", toggle: () => this.#listModels() }, make("summary"), make("p", { class: "outside" }));
     this.reason = make("p", { class: "reason outside" });
     this.role = span("role-name");
-    this.state = make("span", { class: "state" }, make("i", { class: "mark", "aria-hidden": "true" }), make("span"));
+    this.state = make("span", { class: "health" }, make("i", { class: "mark", "aria-hidden": "true" }), make("span"));
     this.breaker = make("span", { class: "breaker" }, make("i", { class: "mark", "aria-hidden": "true" }), make("span"));
+    this.failures = span("failures quiet");
     this.unfinished = make("b");
     this.speed = span("quiet");
     this.load = make("i");
@@ -184,7 +185,7 @@ class Row {
       { role: "row" },
       make("th", { role: "rowheader", scope: "row", class: "node" }, make("span", { class: "url outside", text: short(url), title: url }), make("span", { class: "of" }, this.models, this.more), this.reason),
       cell("role", this.role),
-      cell("state", this.state, this.breaker),
+      cell("state", this.state, this.breaker, this.failures),
       cell("load", span("figures-line", this.unfinished, this.speed), this.loadBar),
       cell("latency", this.latency, this.spark),
       cell("share", span("figures-line", this.share, this.requests), this.shareBar),
@@ -215,8 +216,9 @@ class Row {
     this.state.dataset.state = node.state;
     setText(this.state.lastChild, words(node.state));
     this.breaker.dataset.breaker = node.breaker;
-    const failed = node.failures ? `, ${count(node.failures)} failed in a row` : "";
-    setText(this.breaker.lastChild, `breaker ${words(node.breaker)}${failed}`);
+    setText(this.breaker.lastChild, `breaker ${words(node.breaker)}`);
+    setText(this.failures, node.failures ? `${count(node.failures)} failed in a row` : "");
+    setHidden(this.failures, !node.failures);
     setText(this.reason, node.reason || "");
     setHidden(this.reason, !node.reason);
     setHidden(this.drain, node.state === "draining");

@@ -10,7 +10,7 @@ export class Summary {
   /** `onShow(what)`: the nodes that a line speaks of are to be shown. */
   constructor(onShow) {
     this.lines = new Keyed(() => new Line(onShow));
-    this.told = "";
+    this.told = null;
   }
 
   show(state) {
