@@ -6,8 +6,8 @@ After each test nothing may have gone wrong in the page: no error, no violation 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
@@ -19,7 +19,6 @@ from tests.support.loop import LoopThread
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
 --disable-component-update --disable-sync --disable-crash-reporter --disable-breakpad --disable-extensions"""
 WITHIN_MS = 5000
@@ -40,10 +39,11 @@ def browser() -> Iterator[Browser]:
         from playwright.sync_api import sync_playwright  # here: it takes long, and each of several jobs collects all
     except ImportError:
         _missing("there is no package playwright (make test installs it)")
-    if not CHROMIUM.exists():
-        _missing(f"there is no {CHROMIUM} (apt-get install chromium)")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        _missing("there is no chromium and no google-chrome (apt-get install chromium)")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS.split())
         yield browser
         browser.close()
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
 ONE, TWO, THREE = (node(i)["url"] for i in (1, 2, 3))
-HOSTILE = "<img src=x onerror=\"window.hacked=1\"><script>window.hacked=1</script>'\"&\u202e"
+NONE = "\N{EN DASH}"
+HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\'"&\u202e'
 
 
 def row(page: Page, url: str) -> Locator:
@@ -206,7 +207,7 @@ def test_what_others_have_named_is_never_markup(site: Site, open_page: Open) -> 
     site.decide(decision(**told, outcome=HOSTILE, tries=[tried], legs=[leg]))
     page.locator("#decisions-list summary").click()
     page.locator("#workers-list summary").click()
-    page.get_by_label("1 more models", exact=True).click()
+    page.get_by_label("1 more model", exact=True).click()
     assert HOSTILE in page.locator("#nodes-body tr").first.inner_text()
     assert HOSTILE in page.locator("#troubles li").first.inner_text()
     page.get_by_role("button", name=f"Drain {bad['url']}").click()
@@ -223,7 +224,10 @@ def test_rows_change_in_place(site: Site, open_page: Open) -> None:
     site.show(state([node(1, unfinished=1234), node(3)]))
     expect_text(row(page, ONE), "1,234")
     assert urls(page) == [ONE, THREE]
-    assert page.evaluate("[...document.querySelectorAll('#nodes-body tr')].map(tr => tr.mine === true)") == [True, False]
+    assert page.evaluate("[...document.querySelectorAll('#nodes-body tr')].map(tr => tr.mine === true)") == [
+        True,
+        False,
+    ]
 
 
 def test_of_hundreds_of_nodes_only_what_differs_is_touched(site: Site, open_page: Open) -> None:
@@ -308,12 +312,14 @@ def test_a_decision_opens_to_its_candidates_and_legs(site: Site, open_page: Open
     tables = entry.locator("table")
     assert tables.count() == 3
     assert tables.nth(0).locator("caption").inner_text() == "request: 10.0.0.2:23333, score 0.5; less is better"
-    lines = tables.nth(0).locator("tbody tr").evaluate_all(
-        "all => all.map(tr => [...tr.children].map(td => td.textContent))"
+    lines = (
+        tables.nth(0)
+        .locator("tbody tr")
+        .evaluate_all("all => all.map(tr => [...tr.children].map(td => td.textContent))")
     )
     assert lines == [
         ["10.0.0.2:23333chosen", "0.5", "1", "2", "250 ms"],
-        ["10.0.0.3:23333", "–", "0", "1", "–"],
+        ["10.0.0.3:23333", NONE, "0", "1", NONE],
         ["and 3 more candidates"],
     ]
     assert "connection refused" in tables.nth(2).inner_text()
@@ -415,7 +421,9 @@ def test_it_connects_again_by_itself_with_growing_pauses(site: Site, open_page: 
         assert planned * 0.8 - 0.25 <= waited <= planned * 1.2 + 1
     page.clock.run_for(1000)
     banner = page.locator("#stale").inner_text()
-    assert re.search(r"What is shown is 1\d s old\. This worker has 50 viewers already\. Asking again in \d+ s\.", banner)
+    assert re.search(
+        r"What is shown is 1\d s old\. This worker has 50 viewers already\. Asking again in \d+ s\.", banner
+    )
     site.down = None
     page.clock.run_for(20_000)
     eventually(lambda: site.viewers == 1)
@@ -540,7 +548,9 @@ def test_a_node_is_removed_only_after_a_yes(site: Site, open_page: Open) -> None
 
 
 def test_nothing_is_wider_than_a_phone(site: Site, open_page: Open) -> None:
-    site.state = split(workers=[worker("gateway-host-with-a-long-name-7.example.internal-2101-4f1c01aa", 1.0, {ONE: 3})])
+    site.state = split(
+        workers=[worker("gateway-host-with-a-long-name-7.example.internal-2101-4f1c01aa", 1.0, {ONE: 3})]
+    )
     site.state["nodes"][0].update(url="http://" + "engine-" * 12 + ":23333", state="down", reason="refused " * 40)
     page = open_page(site.url, width=360)
     row(page, TWO).wait_for()

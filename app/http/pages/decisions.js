@@ -75,7 +75,7 @@ function entry(decision) {
     "summary",
     {},
     make("time", { datetime: new Date(decision.time * 1000).toISOString(), text: clock(decision.time) }),
-    make("span", { class: "outcome", "data-level": level }, make("i", { class: "mark", "aria-hidden": "true" }), `${words(decision.outcome)} ${decision.status ?? ""}`),
+    make("span", { class: "outcome outside", "data-level": level }, make("i", { class: "mark", "aria-hidden": "true" }), `${words(decision.outcome)} ${decision.status ?? ""}`),
     span("model outside", decision.model ?? NONE, { title: decision.model ?? "" }),
     make("span", { class: "to" }, span("outside url", decision.node ? short(decision.node) : "no node", { title: decision.node ?? "" }), again ? span("again", `${count(again)} failed before`) : ""),
     make("span", { class: "took" }, make("b", { text: duration(decision.seconds) }), span("quiet", decision.first_byte_s === null ? "" : `first byte ${duration(decision.first_byte_s)}`)),

@@ -1,7 +1,7 @@
 // The table of nodes: a row for each URL, made once and changed in place.
 
 import { arrange, byId, Keyed, make, makeSvg, setAttribute, setHidden, setText } from "./dom.js";
-import { count, duration, mean, natural, niceCeiling, NONE, number, percent, short, words } from "./format.js";
+import { count, duration, mean, natural, niceCeiling, NONE, number, percent, plural, short, words } from "./format.js";
 import { byRole, isTroubled, severity } from "./judge.js";
 
 const HOLD_MS = 4000; // rows do not move away under a hand
@@ -228,8 +228,10 @@ class Row {
     setText(this.models, node.models.slice(0, 2).join(", ") || "no models known");
     setAttribute(this.models, "title", node.models.slice(0, 2).join(", "));
     setHidden(this.more, node.models.length < 3);
-    setText(this.more.firstChild, `+${count(node.models.length - 2)}`);
-    setAttribute(this.more.firstChild, "aria-label", `${count(node.models.length - 2)} more models`);
+    if (node.models.length < 3) return;
+    const rest = node.models.length - 2;
+    setText(this.more.firstChild, `+${count(rest)}`);
+    setAttribute(this.more.firstChild, "aria-label", plural(rest, "more model"));
     this.#listModels();
   }
 
