@@ -161,6 +161,7 @@ def test_workers_show_their_ledgers(site: Site, open_page: Open) -> None:
     expect_text(first, "4 unfinished on 2 nodes")
     assert "lease 6.5 s" in first.inner_text()
     first.locator("summary").click()
+    first.locator("dd").nth(1).wait_for()
     assert first.locator("dt").all_inner_texts() == ["10.0.0.1:23333", "10.0.0.2:23333"]
     assert first.locator("dd").all_inner_texts() == ["3", "1"]
     assert "nothing unfinished" in page.locator("#workers-list li").last.inner_text()
@@ -208,6 +209,7 @@ def test_what_others_have_named_is_never_markup(site: Site, open_page: Open) -> 
     page.locator("#decisions-list summary").click()
     page.locator("#workers-list summary").click()
     page.get_by_label("1 more model", exact=True).click()
+    page.locator(".journey table").last.wait_for()
     assert HOSTILE in page.locator("#nodes-body tr").first.inner_text()
     assert HOSTILE in page.locator("#troubles li").first.inner_text()
     page.get_by_role("button", name=f"Drain {bad['url']}").click()
@@ -310,6 +312,7 @@ def test_a_decision_opens_to_its_candidates_and_legs(site: Site, open_page: Open
     assert all(part in entry.inner_text() for part in ("ok 200", "llama-3-70b", "10.0.0.1:23333", "1.25 s", "125 ms"))
     entry.locator("summary").click()
     tables = entry.locator("table")
+    tables.nth(2).wait_for()
     assert tables.count() == 3
     assert tables.nth(0).locator("caption").inner_text() == "request: 10.0.0.2:23333, score 0.5; less is better"
     lines = (
@@ -556,6 +559,7 @@ def test_nothing_is_wider_than_a_phone(site: Site, open_page: Open) -> None:
     row(page, TWO).wait_for()
     site.decide(decision(request="r" * 200, path="/v1/" + "p" * 300, outcome="internal_error", status=500))
     page.locator("#decisions-list summary").click()
+    page.locator(".journey table").last.wait_for()
     assert wide(page) == 360
     assert page.locator("#sort").is_visible()
     page.locator("#sort").select_option("node")
@@ -606,6 +610,7 @@ def test_text_has_contrast_enough(site: Site, open_page: Open, scheme: str) -> N
     row(page, ONE).wait_for()
     site.decide(decision(), decision(outcome="engine_error", status=502), decision(outcome="aborted"))
     page.locator("#decisions-list summary").nth(2).click()
+    page.locator(".journey table").last.wait_for()
     assert page.evaluate(CONTRAST) == []
     page.get_by_role("button", name="Add node").click()
     assert page.evaluate(CONTRAST) == []

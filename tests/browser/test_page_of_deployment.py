@@ -76,7 +76,7 @@ def test_running_requests_and_their_decisions_show_as_they_come(
     entry.wait_for()
     assert "ok 200" in entry.inner_text()
     entry.locator("summary").click()
-    assert entry.locator("tr.is-chosen").count() == 1
+    entry.locator("tr.is-chosen").wait_for()
     row.locator("td.share", has_text="100 %").wait_for()
 
 
@@ -91,13 +91,12 @@ def test_a_node_is_drained_from_the_page(deployment: Deployment, engine_factory:
     assert engine.url not in deployment.nodes(headers=ADMIN)
 
 
-def test_redis_that_is_away_is_said_with_the_reason(open_page: Open, own_redis: Space) -> None:
-    with Deployment(1, redis=own_redis) as deployment:
-        page = open_page(deployment.url)
-        page.set_default_timeout(WITHIN_MS)
-        page.locator("#figure-nodes").wait_for()
-        own_redis.server.pause()
-        page.locator("#troubles li", has_text="Redis is away").wait_for()
-        own_redis.server.resume()
-        page.locator("#troubles li", has_text="Redis is away").wait_for(state="detached")
-        deployment.stop()
+def test_redis_that_is_away_is_said(deployment: Deployment, open_page: Open) -> None:
+    assert deployment.space is not None
+    page = with_key(open_page, deployment)
+    page.locator("#figure-nodes").wait_for()
+    away = page.locator("#troubles li", has_text="Redis is away")
+    deployment.space.server.pause()
+    away.wait_for()
+    deployment.space.server.resume()
+    away.wait_for(state="detached")
