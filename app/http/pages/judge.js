@@ -1,6 +1,6 @@
 // What is wrong, from a state alone. No DOM.
 
-import { age, natural, plural, short, words } from "./format.js";
+import { age, natural, plural, short } from "./format.js";
 
 const LEASE_S = 8; // --lease-s as it is by default
 const FEW = 3; // names in a line
@@ -113,5 +113,3 @@ function commonOf(nodes) {
   // Four requests on an average node fill a bar at least: one request on an idle fleet is no load.
   return { speed, speedsGiven: given.length > 0, most: Math.max(most, 4 / speed), fair: capacity ? unfinished / capacity : 0, share };
 }
-
-export const readable = (node) => (node.breaker === "closed" ? node.state : `${node.state}, breaker ${words(node.breaker)}`);

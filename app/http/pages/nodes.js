@@ -157,7 +157,7 @@ function textOf(node) {
 class Row {
   constructor(url, onLeave) {
     this.last = {};
-    const cell = (name, ...children) => make("td", { role: "cell", class: name, "data-label": labelOf(name) }, ...children);
+    const cell = (name, ...children) => make("td", { role: "cell", class: name }, ...children);
     const span = (name, ...children) => make("span", { class: name }, ...children);
     this.models = span("models outside");
     this.more = make("details", { class: "more", toggle: () => this.#listModels() }, make("summary"), make("p", { class: "outside" }));
@@ -281,5 +281,3 @@ class Row {
     setAttribute(this.shareBar, "aria-label", `${count(node.requests)} requests in the last minute, ${percent(node.share)} of its role`);
   }
 }
-
-const labelOf = (name) => COLUMNS.find((column) => column.key === name)?.label ?? "";
