@@ -84,7 +84,8 @@ def open_page(common_page: Page) -> Iterator[Open]:
         if clock:
             page = common_page.context.browser.new_page(reduced_motion="reduce")  # type: ignore[union-attr]
             page.set_default_timeout(WITHIN_MS)
-            page.clock.install()
+            page.clock.install(time=0)
+            page.clock.pause_at(1000)
         pages.append(page)
         page.set_viewport_size({"width": width, "height": 800})
         page.emulate_media(color_scheme=color_scheme)

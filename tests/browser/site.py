@@ -51,7 +51,7 @@ class Site:
     state: Document = field(default_factory=state)
     key: str | None = None  # events and management need it
     down: Refusal | None = None  # what events answer instead
-    silent: bool = False  # sends no state by itself
+    silent: bool = False  # sends nothing by itself
     management: Refusal | None = None  # what management answers instead
     asked: list[Asked] = field(default_factory=list)
 
@@ -144,9 +144,9 @@ class Site:
                 yield event("state", self.state)
             while True:
                 try:
-                    data = await asyncio.wait_for(queue.get(), EVERY_S)
+                    data = await asyncio.wait_for(queue.get(), None if self.silent else EVERY_S)
                 except TimeoutError:
-                    data = b": nothing\n\n" if self.silent else event("state", self.state)
+                    data = event("state", self.state)
                 if data is None:
                     return
                 yield data
