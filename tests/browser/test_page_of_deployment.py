@@ -61,7 +61,7 @@ def test_a_wrong_key_is_refused_and_the_right_one_shows_the_deployment(
 def test_running_requests_and_their_decisions_show_as_they_come(
     deployment: Deployment, engine_factory: Factory, open_page: Open
 ) -> None:
-    engine = engine_factory(models=("live",), chunks=4, gap_s=0.5)
+    engine = engine_factory(models=("live", "later"), chunks=4, gap_s=0.5)
     deployment.add(engine, headers=ADMIN)
     page = with_key(open_page, deployment)
     row = page.locator("#nodes-body tr", has_text="live")
@@ -71,8 +71,8 @@ def test_running_requests_and_their_decisions_show_as_they_come(
     assert [answer.status for answer in asked.result(30)] == [200] * 5
     row.locator("td.load b", has_text="0").wait_for()
     # Each worker asks once a second whether somebody looks: by now all know.
-    assert streams(deployment, 1, "live").result(30)[0].status == 200
-    entry = page.locator("#decisions-list > li", has_text="live").first
+    assert streams(deployment, 1, "later").result(30)[0].status == 200
+    entry = page.locator("#decisions-list > li", has_text="later")
     entry.wait_for()
     assert "ok 200" in entry.inner_text()
     entry.locator("summary").click()
