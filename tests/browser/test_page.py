@@ -430,7 +430,7 @@ def test_it_connects_again_by_itself_with_growing_pauses(site: Site, open_page: 
             break
         page.clock.run_for(int(found[1]) * 1000 + 50)
         eventually(lambda n=n: len(site.asked) == n + 1)
-    assert re.match(r"What is shown is \d\d s old\. 50 others watch this worker already", banner.inner_text())
+    assert re.match(r"What is shown is \d\d s old\. 50 others watch this worker already\. Asking", banner.inner_text())
     site.down = None
     page.clock.run_for(20_000)
     eventually(lambda: site.viewers == 1)

@@ -87,7 +87,7 @@ function tick() {
   const telling = everHeard ? stale && link.kind !== "paused" : link.kind === "waiting";
   document.body.classList.toggle("is-stale", everHeard && telling);
   const old = everHeard ? `What is shown is ${age(staleS)} old.` : "";
-  const why = link.kind === "waiting" ? `${link.why} Asking again ${inS ? `in ${inS} s` : "now"}.` : link.kind === "refused" ? "" : "Waiting for the server.";
+  const why = link.kind === "waiting" ? `${link.why.replace(/[.\s]*$/, ".")} Asking again ${inS ? `in ${inS} s` : "now"}.` : link.kind === "refused" ? "" : "Waiting for the server.";
   const banner = byId("stale");
   setText(banner, [old, why].filter(Boolean).join(" "));
   setHidden(banner, !telling);
