@@ -23,6 +23,7 @@ from tests.support.wait import eventually
 # The files that take longest, the longest first: with several at a time none of them may be the last to begin.
 FIRST = [
     "integration/test_redis_faults.py",
+    "browser/test_page.py",
     "integration/test_pd_common.py",
     "store/test_healing.py",
     "integration/test_two_masters.py",
@@ -72,11 +73,14 @@ SHARING = [
     ["test_pd_common.py", "test_pd_mooncake.py", "test_pd_nixl.py", "test_pd_sglang.py"],
 ]
 GROUPS = {f"tests/integration/{file}": f"{files[0]} and those it shares with" for files in SHARING for file in files}
+BROWSER = "tests/browser/"  # all files there share one, so one job runs them
 
 
 def group_of(nodeid: str) -> str:
     """What one job runs as a whole: a file, or those that share deployments."""
     file = nodeid.partition("::")[0]
+    if file.startswith(BROWSER):
+        return f"{BROWSER}test_page.py"
     return GROUPS.get(file, file)
 
 

@@ -71,6 +71,7 @@ def document() -> Schema:
             "/metrics": {"get": _metrics()},
             "/": {"get": _page()},
             "/openapi.json": {"get": _openapi()},
+            "/dashboard": {"get": _dashboard()},
         },
         "components": {
             "schemas": _schemas(),
@@ -472,6 +473,17 @@ def _page() -> Schema:
 def _openapi() -> Schema:
     return _operation(
         "Health", "This document", "openapi", ok=_answer("OpenAPI 3.0.3.", _json({"type": "object"})), security=[]
+    )
+
+
+def _dashboard() -> Schema:
+    content = {"text/html": {"schema": {"type": "string"}}}
+    return _operation(
+        "Health",
+        "The live page: nodes, workers, links and decisions as they are",
+        "dashboard",
+        ok=_answer("The page. It holds no data; it asks for them, with an admin key where there are keys.", content),
+        security=[],
     )
 
 

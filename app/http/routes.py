@@ -22,6 +22,7 @@ from app.http.admin import Admin
 from app.http.answers import on_client_left, on_evenhand_error, on_fault, on_http_exception
 from app.http.auth import Authority, HeaderPairs
 from app.http.body import ClientLeft
+from app.http.dashboard import Dashboard
 from app.http.distserve import DistServeRoutes
 from app.http.docs_page import DocsPage
 from app.http.headers import CLOSE, request_id
@@ -133,6 +134,7 @@ def build_app(
     )
     health = Health(registry=registry, running=running, topology=topology, store_ok=store_ok)
     models, docs, distserve = Models(registry), DocsPage(), DistServeRoutes(links)
+    dashboard = Dashboard()
     for_clients, for_admins = _for_clients(authority), _for_admins(authority.check_admin)
     for_readers = _for_admins(authority.check_reader)
     # A HEAD, which Starlette would answer like the GET, must not empty the deployment.
@@ -161,6 +163,9 @@ def build_app(
             Route("/", docs.page, methods=["GET"]),
             Route("/openapi.json", docs.openapi, methods=["GET"]),
             Route("/swagger-ui/{name}", docs.asset, methods=["GET"], include_in_schema=False),
+            Route("/dashboard", dashboard.page, methods=["GET"]),
+            Route("/dashboard/", dashboard.slash, methods=["GET"], include_in_schema=False),
+            Route("/dashboard/assets/{name}", dashboard.asset, methods=["GET"], include_in_schema=False),
         ],
         exception_handlers={
             HTTPException: on_http_exception,
