@@ -77,14 +77,18 @@ class Relay:
             await self._start()
             return await self._stream(tail)
         whole = answer.whole()
-        if whole is not None and head.content_length in (None, len(whole)):
-            return await self._finish(whole)
+        if whole is not None:
+            size_bytes = len(whole)
+            if head.content_length in (None, size_bytes):
+                self._served.bytes_out = size_bytes
+                return await self._finish(whole)
         return await self._body(head.content_length)
 
     async def _start(self) -> None:
         head = self._head
         assert head is not None
         self.started = True
+        self._served.status = self._answer.status
         if self._wire is not None:
             self._wire.start(self._answer.status, head.headers, head.content_length)
         else:
@@ -124,6 +128,7 @@ class Relay:
                     if not served.chunks:
                         served.first_s = time.monotonic()
                     served.chunks += 1
+                    served.bytes_out += len(chunk)
                     tail.feed(chunk)
                     return write(chunk, more=True)
 
@@ -133,6 +138,7 @@ class Relay:
                     if not served.chunks:
                         served.first_s = time.monotonic()
                     served.chunks += 1
+                    served.bytes_out += len(chunk)
                     await self._put(chunk)
                     # Only now: a chunk whose send was interrupted never reached the client.
                     tail.feed(chunk)
@@ -150,7 +156,9 @@ class Relay:
         left_bytes = -1 if content_length is None else content_length
         try:
             while chunk := await read():
-                left_bytes -= len(chunk)
+                size_bytes = len(chunk)
+                left_bytes -= size_bytes
+                self._served.bytes_out += size_bytes
                 if left_bytes == 0:
                     await read()
                     return await self._finish(chunk)
@@ -182,6 +190,7 @@ class Relay:
 
     async def _break(self, error: EvenhandError) -> Outcome:
         log.warning("the answer of %s broke off: %s", self._answer.url, error.message)
+        self._served.reason = error.message
         self._answer.close(Outcome.ENGINE_ERROR)
         await self.end_early(error)
         return Outcome.ENGINE_ERROR
