@@ -76,9 +76,7 @@ class Caller:
     def __repr__(self) -> str:
         return f"<Caller targets={len(self._targets)}>"
 
-    async def send(
-        self, url: str, request: EngineRequest, leg: Leg = Leg.WHOLE, *, stage: str = "request"
-    ) -> Response:
+    async def send(self, url: str, request: EngineRequest, leg: Leg = Leg.WHOLE, *, stage: str = "request") -> Response:
         """Send `request` to the node and return when the answer's head has come. Raises UpstreamError.
 
         Args:

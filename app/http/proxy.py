@@ -239,7 +239,8 @@ def path_for_engine(scope: Scope) -> bytes:
     raw: bytes = scope["raw_path"]
     if (b"." in raw or b"%" in raw) and (fault := _fault_of(scope["path"])):
         raise BadRequest(fault)
-    raw = _SPELT.get(routed(scope["path"]), raw)
+    path = scope["path"]
+    raw = _SPELT.get(path) or _SPELT.get(routed(path), raw)
     query: bytes = scope["query_string"]
     return raw + b"?" + query if query else raw
 

@@ -199,6 +199,8 @@ class Relay:
         """End what the client has in the way that says that it is not all; see the module."""
         head = self._head
         if head is None or self._tail is None or head.encoded:
+            if self._wire is not None:
+                self._wire.break_off()
             return  # the server closes a connection whose answer was left without an end
         event = b"" if self.complete else self._tail.missing_newlines() + error_event(error)
         await self._put(event, more=False)

@@ -32,8 +32,9 @@ Key = tuple[Family, tuple[str, ...]]
 class Served:
     """One request, from its first moment on; whoever serves it notes here what becomes of it.
 
-    `request`: its X-Request-Id. `status`: what its client was told; None: nothing. `bytes_in`, `bytes_out`: of its body,
-    and of an engine's that went to the client. `client`: (address, port) of the connection. `reason`: why it failed.
+    `request`: its X-Request-Id. `status`: what its client was told; None: nothing. `bytes_in`, `bytes_out`: of its
+    body, and of the engine's that went to the client. `client`: (address, port) of the connection. `reason`: why it
+    failed.
     """
 
     __slots__ = (

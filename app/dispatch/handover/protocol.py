@@ -70,7 +70,9 @@ class Protocol(ABC):
     # --- the calls
 
     async def call_prefill(self, url: str, request: EngineRequest) -> Whole:
-        return await self.caller.fetch(url, request, limit_bytes=PREFILL_ANSWER_LIMIT_BYTES, leg=Leg.PREFILL, stage="prefill")
+        return await self.caller.fetch(
+            url, request, limit_bytes=PREFILL_ANSWER_LIMIT_BYTES, leg=Leg.PREFILL, stage="prefill"
+        )
 
     async def call_decode(self, pair: Pair, request: EngineRequest, leg: Leg = Leg.WHOLE) -> Response:
         """Decode's answer, its first bytes included; or one of 400 and more, to its head."""
