@@ -12,9 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import structlog
-from structlog.stdlib import ProcessorFormatter
-
+from app.lines import structured
 from app.settings import Settings, flag_of, source_of
 from workers.agreed import SOURCES_VARIABLE
 
@@ -49,9 +47,7 @@ def say_in_force(settings: Settings, sources: Mapping[str, str]) -> None:
     shown = {name: (shown_value(getattr(settings, name)), sources.get(name, DEFAULT)) for name in told}
     if settings.log_format == "json":
         event: dict[str, Any] = {name: {"value": value, "from": source} for name, (value, source) in shown.items()}
-        structlog.wrap_logger(
-            log, processors=[ProcessorFormatter.wrap_for_formatter], wrapper_class=structlog.stdlib.BoundLogger
-        ).info("settings in force", settings=event, by_default=untold)
+        structured(log).info("settings in force", settings=event, by_default=untold)
         return
     rest = f"; {untold} more by default (--log-level DEBUG names them)" if untold else ""
     log.info("settings in force: %d%s%s", len(told), rest, "".join(_aligned(shown)))

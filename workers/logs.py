@@ -14,11 +14,12 @@ import os
 import queue
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import structlog
-from structlog.stdlib import ProcessorFormatter
-from structlog.typing import EventDict, WrappedLogger
+from app.lines import ProcessorFormatter, structlog
+
+if TYPE_CHECKING:
+    from structlog.typing import EventDict, WrappedLogger
 
 STDERR = 2
 WAITING_LINES = 1_000

@@ -11,10 +11,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import structlog
-from structlog.stdlib import ProcessorFormatter
-
 from app.journey import Leg
+from app.lines import structured
 from app.metrics.figures import Served
 
 LINES_AT_ONCE = 100
@@ -39,12 +37,7 @@ class RequestLog:
         self._successes = successes
         self._legs = legs_as_text if style == "text" else legs_as_objects
         self._draw = draw
-        # Not structlog's own configuration: that is the process's, and who runs us may have one.
-        self._log: structlog.stdlib.BoundLogger = structlog.wrap_logger(
-            logging.getLogger("evenhand.request"),
-            processors=[ProcessorFormatter.wrap_for_formatter],
-            wrapper_class=structlog.stdlib.BoundLogger,
-        ).bind()
+        self._log = structured(logging.getLogger("evenhand.request"))
 
     def __repr__(self) -> str:
         return f"<RequestLog successes={self._successes}>"
