@@ -189,7 +189,7 @@ class Relay:
         return outcome
 
     async def _break(self, error: EvenhandError) -> Outcome:
-        log.warning("the answer of %s broke off: %s", self._answer.url, error.message)
+        log.info("the answer of %s broke off: %s", self._answer.url, error.message)  # its request's line says so too
         self._served.reason = error.message
         self._answer.close(Outcome.ENGINE_ERROR)
         await self.end_early(error)

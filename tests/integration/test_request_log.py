@@ -28,6 +28,7 @@ def fleet(redis_server: PrivateRedis, collector: Collector) -> Iterator[Fleet]:
         "pd_protocol": "nixl",
         "log_requests": "all",
         "log_format": "json",
+        "log_level": "INFO",
         "trace_endpoint": collector.url,
         "api_keys": ["sk-hush"],
     }
@@ -98,11 +99,20 @@ def of_request(collector: Collector, request: str) -> list[Any]:
 
 
 def test_an_answer_that_breaks_off_is_told_of_once_and_why(floor: PdFloor) -> None:
-    floor.pair(decode={"chunks": 5, "fault": "reset", "fault_after_chunks": 2})
+    floor.pair(decode={"chunks": 5, "cut_after": 2})
     assert not ask(floor, "r2", stream=True).done
     (line,) = eventually(lambda: lines(floor, "r2"))
     assert (line["level"], line["outcome"], line["status"]) == ("WARNING", "engine_error", 200)
+    others = [json.loads(one) for one in floor.masters[0].log().splitlines() if "broke off" in one]
+    assert [one for one in others if one["level"] != "INFO"] == [line], "nobody else tells of it"
     assert "broke off" in line["reason"] and line["legs"][-1]["error"] == "engine_broke_off"
+
+
+def test_the_settings_in_force_are_said_once_by_the_master(floor: PdFloor) -> None:
+    found = [json.loads(line) for line in floor.masters[0].log().splitlines() if "settings in force" in line]
+    (line,) = found
+    assert line["settings"]["log_requests"] == {"value": "all", "from": "--log-requests"}
+    assert line["settings"]["api_keys"] == {"value": "**********", "from": "--api-keys"}
 
 
 def test_what_is_not_split_has_one_leg_and_an_unknown_model_none(floor: PdFloor) -> None:

@@ -230,3 +230,20 @@ async def test_a_lost_connection_is_held_by_nothing(reason: Exception | None) ->
     del protocol
     gc.collect()
     assert held() is None
+
+
+@pytest.mark.parametrize("meant", [False, True])
+async def test_an_answer_without_an_end_is_a_fault_unless_it_is_meant(
+    meant: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        wire = scope["extensions"][WIRE]
+        wire.start(200, [], None)
+        wire.write(b"ab", more=True)
+        if meant:
+            wire.break_off()
+
+    with caplog.at_level("ERROR", "uvicorn.error"):
+        socket = await ask(app)
+    assert socket.end == "closed" and not b"".join(socket.writes).endswith(b"0\r\n\r\n")
+    assert ["without an end" in record.getMessage() for record in caplog.records] == ([] if meant else [True])
