@@ -141,7 +141,7 @@ class Caller:
             if response.status >= 400:
                 return await self.read_refusal(url, response)
             body = bytearray()
-            while chunk := await self._read(url, response):
+            while chunk := await self.read(url, response):
                 body += chunk
                 if len(body) > limit_bytes:
                     raise AnswerTooLong(f"engine {url}: its answer is longer than {limit_bytes} bytes")
@@ -164,7 +164,7 @@ class Caller:
         body = bytearray()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REFUSAL_S):
-                while len(body) < REFUSAL_LIMIT_BYTES and (chunk := await self._read(url, response)):
+                while len(body) < REFUSAL_LIMIT_BYTES and (chunk := await self.read(url, response)):
                     body += chunk
         response.close()
         return Whole(url, response.status, with_length(response.headers, len(body)), bytes(body))
@@ -175,14 +175,6 @@ class Caller:
             return await response.read()
         except UpstreamError as e:
             self.broke(url, e)
-            raise
-
-    async def _read(self, url: str, response: Response) -> bytes:
-        """As `read`, for who knows its leg itself: a request may have two at one node."""
-        try:
-            return await response.read()
-        except UpstreamError as e:
-            self._breakers.failed(url, e)
             raise
 
     def _with_key(self, url: str, headers: Headers) -> Headers:

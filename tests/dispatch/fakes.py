@@ -226,8 +226,6 @@ class FakeCaller:
             self.broke(url, e)
             raise
 
-    _read = read
-
     read_refusal = Caller.read_refusal
 
     async def _answer(self, url: str, request: EngineRequest, leg: Leg) -> tuple[int, bytes]:

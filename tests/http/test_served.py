@@ -129,7 +129,8 @@ async def test_while_decisions_are_watched_each_request_has_a_journey_that_says_
     asking = Asking()
     proxy = proxy_of(World(asking, asking, asking), figures, watched=lambda: next(watched))
     for _ in range(3):
-        await Call(proxy, "POST", "/v1/chat/completions", CHAT).run()
+        call = Call(proxy, "POST", "/v1/chat/completions", CHAT)
+        await proxy(call.scope, call.receive, call.send)  # in one context, as pipelined requests are
     assert [None if one is None else one.watched for one in asking.seen] == [None, True, None]
 
 

@@ -145,6 +145,10 @@ def test_a_line_is_not_longer_than_its_fields_may_be(caplog: pytest.LogCaptureFi
     RequestLog(1.0, "text")([one])
     (line,) = lines(caplog, "text")
     assert len(line) < 2000 and line.count("request=http://n:1:1.000s:500") == 8
+    caplog.clear()
+    RequestLog(1.0, "json")([one])
+    (found,) = objects(caplog)
+    assert len(found["legs"]) == 8
 
 
 def test_requests_are_told_of_by_each_digest_and_a_fault_there_costs_no_figures(
