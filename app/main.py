@@ -14,6 +14,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from app.dispatch.answer import Server
 from app.dispatch.breakers import Breakers
@@ -39,6 +40,7 @@ from app.http.routes import HttpFace, build_app
 from app.metrics.figures import Figures
 from app.metrics.files import DIRECTORY_VARIABLE, MetricsDirectory, MetricsWriter
 from app.metrics.publisher import Publisher
+from app.metrics.request_log import RequestLog
 from app.nodes import Node, Role, State
 from app.redis_url import RedisPlace
 from app.settings import Settings, tls_towards_engines
@@ -61,6 +63,9 @@ from app.upstream.transport import Timeouts
 from workers.janitor import Janitor
 from workers.prober import Prober, Rules
 from workers.reaper import Reaper
+
+if TYPE_CHECKING:
+    from app.metrics.traces import Traces
 
 log = logging.getLogger("evenhand")
 
@@ -159,6 +164,12 @@ def create_app(settings: Settings) -> HttpFace:
 
     hosts = os.environ.get(DIRECTORY_VARIABLE)
     directory = MetricsDirectory(Path(hosts)) if hosts else MetricsDirectory.make()
+    if settings.log_requests != "off":
+        share = settings.log_sample if settings.log_requests == "all" else 0.0
+        figures.on_ended.append(RequestLog(share, settings.log_format))
+    traces = traces_of(settings, worker)
+    if traces is not None:
+        figures.on_ended.append(traces)
     publisher = Publisher(figures, MetricsWriter(directory.path, worker), lambda: ledger.trouble)
 
     async def shared() -> Overview:
@@ -194,6 +205,8 @@ def create_app(settings: Settings) -> HttpFace:
             await ledger.close()
             await registry.close()
             publisher.close()
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
             if not hosts:
                 directory.remove()
 
@@ -214,8 +227,18 @@ def create_app(settings: Settings) -> HttpFace:
         store_ok=lambda: ledger.trouble,
         figures=figures,
         metrics=Metrics(directory.merged, shared, within_s=settings.redis_timeout_s),
+        tracer=traces,
         lifespan=lifespan,
     )
+
+
+def traces_of(settings: Settings, worker: str) -> Traces | None:
+    """Who records traces, where that is on."""
+    if settings.trace_endpoint is None:
+        return None
+    from app.metrics.traces import Traces  # its libraries are an extra, and nobody else pays for their import
+
+    return Traces.of(settings.trace_endpoint, worker)
 
 
 async def keep_running(name: str, loop: Callable[[], Awaitable[None]], *, pause_s: float = 1.0) -> None:

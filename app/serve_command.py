@@ -32,6 +32,8 @@ METAVARS = {
     "ssl_keyfile": "FILE",
     "ssl_certfile": "FILE",
     "namespace": "NAME",
+    "trace_endpoint": "URL",
+    "log_sample": "RATIO",
 }
 
 
@@ -51,14 +53,17 @@ def run(args: argparse.Namespace) -> int:
     for line in misspelt_variables(os.environ):
         print(f"evenhand serve: {line}", file=sys.stderr)
     try:
-        settings = Settings.load({name: getattr(args, name) for name in Settings.model_fields})
+        flags = {name: getattr(args, name) for name in Settings.model_fields}
+        settings = Settings.load(flags)
         # A contradiction is one line here, and a traceback in every worker.
         idle = Topology.of(settings).without_effect(settings)
         if idle is not None:
             print(f"evenhand serve: {idle}", file=sys.stderr)
-        from workers.supervisor import serve  # after the check: a wrong flag should not wait for a server's imports
+        # After the check: a wrong flag should not wait for a server's imports.
+        from workers.in_force import sources_of
+        from workers.supervisor import serve
 
-        return serve(settings, simulate=args.simulate)
+        return serve(settings, sources=sources_of(flags), simulate=args.simulate)
     except ConfigurationError as e:
         print(f"evenhand serve: {e.message}", file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ A field's name is its flag (`grace_s` is `--grace-s`) and its variable (`EVENHAN
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import os
 import re
@@ -37,6 +38,7 @@ OTHER_VARIABLES = (
     "EVENHAND_READY_FD",
     "EVENHAND_WORKER_ID",
     "EVENHAND_METRICS_DIR",
+    "EVENHAND_SOURCES",
 )
 # What Kubernetes sets in every pod beside a service whose name begins with evenhand: nobody's mistake.
 _SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
@@ -138,6 +140,30 @@ def _check_namespace(value: str) -> str:
     # It stands between the braces of every key: a brace in it would move keys to other cluster slots.
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", value):
         raise ValueError("must be 1 to 64 letters, digits, dots, dashes or underscores")
+    return value
+
+
+def _check_share(value: float) -> float:
+    if not 0 < value <= 1:
+        raise ValueError("must be a number above 0 and at most 1")
+    return value
+
+
+def _check_trace_endpoint(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        _ = parts.port
+    except ValueError as e:
+        raise ValueError(f"is not a URL: {e}") from e
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("must be http://HOST:PORT or https://HOST:PORT, of a collector that takes OTLP over HTTP")
+    for needed in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
+        try:
+            found = importlib.util.find_spec(needed)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            raise ValueError("needs what is not installed: pip install 'evenhand[otel]'")
     return value
 
 
@@ -268,6 +294,21 @@ class Settings(BaseSettings):
     )
     log_format: Literal["text", "json"] = Field(
         "text", description="Log lines for people, or one JSON object a line for log collectors."
+    )
+
+    log_requests: Literal["off", "errors", "all"] = Field(
+        "errors",
+        description="A log line for each request that did not end well, or for each; whatever --log-level says.",
+    )
+    log_sample: Annotated[float, AfterValidator(_check_share)] = Field(
+        1.0,
+        description="With --log-requests all: the share of requests that ended well that have a line, above 0 and at "
+        "most 1.",
+    )
+    trace_endpoint: Annotated[str, AfterValidator(_check_trace_endpoint)] | None = Field(
+        None,
+        description="OTLP/HTTP collector that gets a trace of each request, as http://HOST:4318; needs the extra "
+        "evenhand[otel]. OTEL_* variables say the rest. Not given: no traces; traceparent is passed on.",
     )
 
     # --- nodes ---------------------------------------------------------------------------------------
@@ -467,6 +508,13 @@ class Settings(BaseSettings):
         return {f"{ENV_PREFIX}{name.upper()}": _as_text(name, getattr(self, name)) for name in type(self).model_fields}
 
 
+def source_of(name: str, flags: Mapping[str, object]) -> str | None:
+    """Where a setting comes from: its flag or a variable; None: it is the default."""
+    if flags.get(name) is not None:
+        return flag_of(name)
+    return next((variable for variable in variables_of(name) if os.environ.get(variable)), None)
+
+
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -603,6 +651,4 @@ def _field_of(location: str) -> str | None:
 
 
 def _source_of(name: str, flags: Mapping[str, object]) -> str:
-    if name in flags:
-        return flag_of(name)
-    return next((variable for variable in variables_of(name) if os.environ.get(variable)), flag_of(name))
+    return source_of(name, flags) or flag_of(name)

@@ -2,8 +2,8 @@
 """What a request costs in our own code, told so that it doesn't depend on the machine: a guard against regressions.
 
 The whole path of a chat request in one process, without a kernel: our HTTP protocol, the HTTP face, Hybrid serving,
-the ledger with its connection to Redis, the transport to an engine, the metrics. Sockets are replaced by objects that
-answer at once. Two figures come of it:
+the ledger with its connection to Redis, the transport to an engine, the metrics, the request log. Sockets are replaced
+by objects that answer at once. Two figures come of it:
 
     calls       functions called for a request, Python's and C's: exact, on one version of Python
     ratio       CPU of a request against a fixed program (`baseline`), both in turns within one run
@@ -39,6 +39,7 @@ from app.http.routes import build_app
 from app.metrics.figures import Figures
 from app.metrics.files import MetricsDirectory, MetricsWriter
 from app.metrics.publisher import Publisher
+from app.metrics.request_log import RequestLog
 from app.nodes import Node, State
 from app.settings import Settings
 from app.store.keys import Keys
@@ -218,6 +219,7 @@ async def measure(rounds: int) -> Cost:
         store_ok=lambda: None,
         figures=figures,
     )
+    figures.on_ended.append(RequestLog(0.0, "text"))
     config = Config(app, http=Protocol, lifespan="off", log_config=None, proxy_headers=False)
     config.load()
     clients = [Client(config, ServerState()) for _ in range(AT_ONCE)]

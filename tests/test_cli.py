@@ -375,7 +375,7 @@ def test_the_greeting_names_the_roles_where_prefill_and_decode_are_separate(prot
 def test_serve_tells_of_settings_that_change_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.supervisor.serve", lambda settings, *, simulate: 0)
+    monkeypatch.setattr("workers.supervisor.serve", lambda settings, *, sources, simulate: 0)
     assert run("serve", "--pd-protocol", "nixl", "--dummy-prefill") == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("evenhand serve: --pd-protocol, --dummy-prefill have no effect without --serving-strategy")

@@ -55,6 +55,7 @@ class Cycle(RequestResponseCycle):
         self._event: asyncio.Event | None = None  # of those who wait for it
         self._loop = protocol.loop
         self._head = b""  # started, and not written yet
+        self._broken_off = False
         self._gone: Callable[[], None] | None = None
         self._bodyless = self.scope["method"] == "HEAD"
         # HTTP/1.0 has no chunks: there a body ends with the connection.
@@ -161,6 +162,9 @@ class Cycle(RequestResponseCycle):
             self.on_response()
         return not self.flow.write_paused
 
+    def break_off(self) -> None:
+        self._broken_off = True
+
     async def drain(self) -> None:
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
@@ -178,7 +182,8 @@ class Cycle(RequestResponseCycle):
             await self.drain()
             await app(self.scope, self.receive, self.send)
             if not self.response_complete and not self.disconnected:
-                self.logger.error("the app left a request without an answer or an answer without an end")
+                if not self._broken_off:  # else the app has said why, and this is how the client learns it
+                    self.logger.error("the app left a request without an answer or an answer without an end")
                 await self._end_badly()
         except BaseException as e:
             self.logger.error("Exception in ASGI application\n", exc_info=e)

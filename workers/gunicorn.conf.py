@@ -31,7 +31,8 @@ from app.errors import ConfigurationError
 from app.metrics.files import DIRECTORY_VARIABLE, MetricsDirectory
 from app.settings import Settings, misspelt_variables
 from workers.agreed import MASTER_MARGIN_S, READY_FD_VARIABLE
-from workers.logs import logging_config
+from workers.in_force import read_sources, say_in_force
+from workers.logs import logging_config, write_behind
 from workers.master import Master
 from workers.processes import die_with_parent
 
@@ -50,6 +51,7 @@ try:
 except ConfigurationError as _e:
     sys.exit(f"gunicorn.conf.py: {_e.message}")
 gunicorn.app.base.Arbiter = Master  # there is no setting for it
+_sources = read_sources(os.environ)
 # Paths become absolute before gunicorn changes the directory, and the workers read the same again.
 os.environ.update(_settings.environment())
 
@@ -86,6 +88,7 @@ def on_starting(server: Any) -> None:
     if READY_FD_VARIABLE not in os.environ:  # else `evenhand serve` has said it
         for line in misspelt_variables(os.environ):
             server.log.warning(line)
+    say_in_force(_settings, _sources)
     if _settings.disable_cache_status:
         app.main.last_known(_settings).forget()
         try:
@@ -121,6 +124,7 @@ def pre_fork(server: Any, worker: Any) -> None:
 def post_fork(server: Any, worker: Any) -> None:
     # A worker whose master was killed would go on serving, and hold the port against the next start.
     die_with_parent(worker.ppid)
+    write_behind()
     # Requests leave nothing for the collector, and a few dozen that run are enough for it to look: 7 % of the time.
     gc.set_threshold(50_000, 20, 20)
     os.environ["EVENHAND_WORKER_ID"] = _worker_id(worker)

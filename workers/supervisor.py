@@ -16,18 +16,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
 from app.settings import Settings
-from workers.agreed import MASTER_MARGIN_S, READY_FD_VARIABLE
+from workers.agreed import MASTER_MARGIN_S, READY_FD_VARIABLE, SOURCES_VARIABLE
 from workers.embedded_redis import EmbeddedRedis, EmbeddedRedisError
 from workers.endpoint import Endpoint
 from workers.greeting import greeting
@@ -42,10 +43,11 @@ FORWARDED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGTTIN, signal.SIGTTOU)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD, *FORWARDED)
 
 
-def serve(settings: Settings, *, simulate: int = 0) -> int:
+def serve(settings: Settings, *, sources: Mapping[str, str], simulate: int = 0) -> int:
     """Serve until told to stop; the exit code.
 
     Args:
+        sources: where settings come from, for the log.
         simulate: simulated engines to start beside the workers; they register themselves.
 
     Raises:
@@ -53,13 +55,14 @@ def serve(settings: Settings, *, simulate: int = 0) -> int:
     """
     settings = settings.model_copy(update={"server_port": free_port(settings.server_name, settings.server_port)})
     if settings.redis_url is not None:
-        return Supervisor(settings, None, simulate).run()
+        return Supervisor(settings, None, simulate, sources).run()
     redis = EmbeddedRedis(settings.state_dir)
     try:
         joined = redis.join()
         if joined:
             print(f"joining the embedded Redis that runs in {redis.directory}", flush=True)
-        return Supervisor(settings.model_copy(update={"redis_url": redis.url}), redis, simulate).run()
+        settings, sources = settings.model_copy(update={"redis_url": redis.url}), {**sources, "redis_url": "embedded"}
+        return Supervisor(settings, redis, simulate, sources).run()
     except EmbeddedRedisError as e:
         raise ConfigurationError(f"--state-dir: {e}") from e
     finally:
@@ -91,8 +94,11 @@ def free_port(host: str, port: int) -> int:
 class Supervisor:
     """The children of one `serve`, from their start to their end."""
 
-    def __init__(self, settings: Settings, redis: EmbeddedRedis | None, simulate: int) -> None:
+    def __init__(
+        self, settings: Settings, redis: EmbeddedRedis | None, simulate: int, sources: Mapping[str, str]
+    ) -> None:
         self._settings = settings
+        self._sources = sources
         self._redis = redis
         self._simulate = simulate
         self._endpoint = Endpoint(settings)
@@ -132,7 +138,12 @@ class Supervisor:
         os.set_blocking(self._ready_fd, False)
         os.set_blocking(write_end, False)
         command = [*python_command("gunicorn"), "--chdir", str(ROOT)]
-        environment = {**python_environment(), **self._settings.environment(), READY_FD_VARIABLE: str(write_end)}
+        environment = {
+            **python_environment(),
+            **self._settings.environment(),
+            READY_FD_VARIABLE: str(write_end),
+            SOURCES_VARIABLE: json.dumps(self._sources),
+        }
         # With the lock on its users the Redis lives until the last worker is gone, whatever happens to us.
         held = [write_end] if self._redis is None else [write_end, self._redis.users_fd]
         try:

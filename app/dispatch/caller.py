@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from dataclasses import replace
 from enum import Enum
 
+from app import journey as journeys
 from app.dispatch.answer import EngineRequest, Whole, with_length
 from app.dispatch.breakers import Breakers, speaks_against
 from app.errors import EngineProtocolError, EngineRefused, Headers, UpstreamError
 from app.store.registry import Registry
 from app.upstream.transport import Response, Target, Timeouts, Transport
 
+CANCELLED = "cancelled"
+"""The error of a leg that nobody waits for any more."""
 IDENTITY = (b"accept-encoding", b"identity")
 REFUSAL_LIMIT_BYTES = 2**20
 REFUSAL_S = 5.0
@@ -72,26 +76,41 @@ class Caller:
     def __repr__(self) -> str:
         return f"<Caller targets={len(self._targets)}>"
 
-    async def send(self, url: str, request: EngineRequest, leg: Leg = Leg.WHOLE) -> Response:
-        """Send `request` to the node and return when the answer's head has come. Raises UpstreamError."""
+    async def send(self, url: str, request: EngineRequest, leg: Leg = Leg.WHOLE, *, stage: str = "request") -> Response:
+        """Send `request` to the node and return when the answer's head has come. Raises UpstreamError.
+
+        Args:
+            stage: which leg of its request's journey this is.
+        """
+        headers = self._with_key(url, request.headers)
+        noted: journeys.Leg | None = None
+        if (journey := journeys.current.get()) is not None:
+            noted = journeys.Leg(url, stage, time.monotonic())
+            journey.legs.append(noted)
+            if journey.trace is not None:
+                noted.span_id, headers = journey.trace.onwards(headers)
         try:
             response = await self._transport.send(
                 self._target(url),
                 request.method,
                 request.path,
-                self._with_key(url, request.headers),
+                headers,
                 request.body,
                 self.timeouts if leg is Leg.WHOLE else self._timeouts[leg],
             )
         except asyncio.CancelledError:
             if url in self._registry.snapshot.broken:
                 self._breakers.left(url)
+            _end(noted, CANCELLED)
             raise
         except UpstreamError as e:
+            _end(noted, e.code)
             if isinstance(e, EngineRefused):
                 self._registry.refused(url)
             self._breakers.failed(url, e)
             raise
+        if noted is not None:
+            noted.status = response.status
         if response.status == 500:
             self._breakers.left(url)  # the node's fault or the request's: another node's answer will tell
         elif response.status > 500 and speaks_against(response.status):
@@ -103,13 +122,21 @@ class Caller:
     def broke(self, url: str, error: UpstreamError) -> None:
         """An answer of the node ended before its end."""
         self._breakers.failed(url, error)
+        if (journey := journeys.current.get()) is not None:
+            journey.broke(url, error.code or "")
 
-    async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int, leg: Leg = Leg.WHOLE) -> Whole:
+    async def fetch(
+        self, url: str, request: EngineRequest, *, limit_bytes: int, leg: Leg = Leg.WHOLE, stage: str = "request"
+    ) -> Whole:
         """The whole answer, read here; one of 400 and more as in `read_refusal`.
 
         Raises UpstreamError; AnswerTooLong where its body is longer than `limit_bytes`.
         """
-        response = await self.send(url, uncompressed(request), leg)
+        journey = journeys.current.get()
+        place = len(journey.legs) if journey is not None else 0  # `send` notes its leg before anybody else has a turn
+        response = await self.send(url, uncompressed(request), leg, stage=stage)
+        noted = journey.legs[place] if journey is not None else None
+        error: str | None = None
         try:
             if response.status >= 400:
                 return await self.read_refusal(url, response)
@@ -119,8 +146,15 @@ class Caller:
                 if len(body) > limit_bytes:
                     raise AnswerTooLong(f"engine {url}: its answer is longer than {limit_bytes} bytes")
             return Whole(url, response.status, response.headers, bytes(body))
+        except asyncio.CancelledError:
+            error = CANCELLED
+            raise
+        except UpstreamError as e:
+            error = e.code
+            raise
         finally:
             response.close()
+            _end(noted, error)
 
     async def read_refusal(self, url: str, response: Response) -> Whole:
         """An answer of 400 and more with what comes of its body in good time; the rest is cut off.
@@ -157,3 +191,9 @@ class Caller:
                 self._targets.clear()
             target = self._targets[url] = Target(url)
         return target
+
+
+def _end(leg: journeys.Leg | None, error: str | None) -> None:
+    if leg is not None:
+        leg.seconds = time.monotonic() - leg.began_s
+        leg.error = error

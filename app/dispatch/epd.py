@@ -284,6 +284,7 @@ class Epd:
                     model=request.model,
                 ),
                 limit_bytes=REPORT_LIMIT_BYTES,
+                stage="encode",
             )
             answered = not speaks_against(answer.status)
             if 400 <= answer.status < 500:

@@ -126,9 +126,7 @@ def for_engine(scope: Scope, identifier: bytes, not_for_engine: frozenset[bytes]
         kept.append((b"x-forwarded-for", b", ".join(hops)))
     if host is not None:
         kept.append((b"x-forwarded-host", host))
-    kept.append((b"x-forwarded-proto", scope["scheme"].encode()))
-    kept.append((b"x-request-id", identifier))
-    return kept
+    return [*kept, (b"x-forwarded-proto", scope["scheme"].encode()), (b"x-request-id", identifier)]
 
 
 def _is_spelt_otherwise(name: bytes, not_for_engine: frozenset[bytes]) -> bool:

@@ -54,6 +54,10 @@ class Wire(Protocol):
         """As `http.response.body`. False: the client is behind, `drain` before the next one."""
         ...
 
+    def break_off(self) -> None:
+        """The answer has no proper end, and that is meant: its connection is to end with it."""
+        ...
+
     async def drain(self) -> None:
         """Return once the client has taken most of what was written, or has left."""
         ...

@@ -13,6 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
+from collections.abc import Callable
+from typing import Protocol
 from urllib.parse import unquote
 
 from starlette.types import Receive, Scope, Send
@@ -36,21 +39,37 @@ from app.http.interrupt import Running, Watch, Why
 from app.http.peek import peek
 from app.http.ports import WIRE, Dispatcher, Wire
 from app.http.relay import Relay
+from app.journey import Journey, current
 from app.metrics.figures import Figures, Served
+from app.traceparent import Trace
 
 log = logging.getLogger("evenhand.http")
 
 GENERATING = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
 """What may be split, have encoders before it, or end with [DONE]: engines, and those who choose them, see one
 spelling of these."""
+_SPELT = {path: path.encode() for path in GENERATING}
 DECODED_AT_MOST = 4
 _NOT_IN_PATHS = re.compile("[\x00-\x1f\x7f\ufffd]").search
 LAST_WORDS_S = 0.5
 """How long a stopping worker waits for a client that does not take the last event."""
 
 
+class Tracer(Protocol):
+    """Who records traces."""
+
+    def begin(self, headers: Headers) -> Trace:
+        """The span of a request with these headers."""
+        ...
+
+
 class Proxy:
-    """The ASGI callable; one per worker."""
+    """The ASGI callable; one per worker.
+
+    Args:
+        notes: whether each request's journey is wanted; with a `tracer` it is.
+        watched: whether somebody watches decisions now; asked at the begin of each request.
+    """
 
     def __init__(
         self,
@@ -62,6 +81,9 @@ class Proxy:
         max_body_bytes: int,
         allow_transfer_params: bool,
         forward_client_key: bool,
+        notes: bool = False,
+        watched: Callable[[], bool] = lambda: False,
+        tracer: Tracer | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._authority = authority
@@ -69,6 +91,9 @@ class Proxy:
         self._figures = figures
         self._max_body_bytes = max_body_bytes
         self._allow_transfer_params = allow_transfer_params
+        self._notes = notes or tracer is not None
+        self._watched = watched
+        self._tracer = tracer
         self._not_for_engine = NOT_FOR_ENGINE_BUT_KEYS if forward_client_key else NOT_FOR_ENGINE
 
     def __repr__(self) -> str:
@@ -76,7 +101,14 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         served = Served(scope["path"])
-        identifier = request_id(scope["headers"])
+        served.client = scope.get("client")
+        served.request = identifier = request_id(scope["headers"])
+        watched, journey = self._watched(), None
+        if watched or self._notes:
+            journey = served.journey = Journey(watched=watched)
+            if self._tracer is not None:
+                journey.trace = self._tracer.begin(scope["headers"])
+        current.set(journey)  # also None: a pipelined request begins in the context of the one before
         wire: Wire | None = scope.get("extensions", {}).get(WIRE)
         watch = self._running.enter(asyncio.current_task() if wire is None else wire.task)
         answer: Answer | None = None
@@ -84,6 +116,8 @@ class Proxy:
         outcome = Outcome.ABORTED
         try:
             answer = await self._open(scope, receive, identifier, watch, wire, served)
+            if journey is not None and journey.trace is not None:
+                journey.trace.relay_at_s = time.monotonic()
             relay = Relay(answer, send, wire, served, path=routed(scope["path"]), extra=self._extra(identifier))
             outcome = await relay.run()
         except ClientLeft:
@@ -98,19 +132,19 @@ class Proxy:
             if watch.why is Why.SHUTDOWN:
                 if outcome is not Outcome.OK:
                     served.outcome = "shutdown"
-                await self._last_words(relay, scope, send, identifier)
+                await self._last_words(relay, scope, send, served)
         except EvenhandError as e:
-            served.outcome = outcome_of(e)
+            served.outcome, served.reason = outcome_of(e), e.message
             watch.stop()
             if answer is not None:
                 answer.close(Outcome.ENGINE_ERROR)
-            await self._refuse(e, scope, send, identifier)
+            await self._refuse(e, scope, send, served)
         except Exception:
             served.outcome = "internal_error"
             watch.stop()
             log.exception("request %s failed on a fault of ours", identifier.decode())
             if relay is None or not relay.started:
-                await self._refuse(EvenhandError("Internal error"), scope, send, identifier)
+                await self._refuse(EvenhandError("Internal error"), scope, send, served)
         finally:
             try:
                 if answer is not None:
@@ -131,7 +165,8 @@ class Proxy:
         body = None if wire is None else wire.whole_body()
         if body is None:
             body = await read_body(scope, receive, limit_bytes=self._max_body_bytes, setting="--max-body-size")
-        elif len(body) > self._max_body_bytes:
+        served.bytes_in = size_bytes = len(body)
+        if size_bytes > self._max_body_bytes:
             raise too_large(self._max_body_bytes, "--max-body-size")
         served.model, body = self._peek(scope, body)
         headers = for_engine(scope, identifier, self._not_for_engine)
@@ -151,26 +186,26 @@ class Proxy:
             extra.append(CLOSE)
         return extra
 
-    async def _refuse(self, error: EvenhandError, scope: Scope, send: Send, identifier: bytes) -> None:
-        status, headers, body = error_answer(error)
-        headers += self._extra(identifier)
+    async def _refuse(self, error: EvenhandError, scope: Scope, send: Send, served: Served) -> None:
+        served.status, headers, body = error_answer(error)
+        headers += self._extra(served.request)
         if CLOSE not in headers and header(scope, b"expect") is not None:
             # The client may skip a body that was not asked for; then its next request would be read as that body.
             headers.append(CLOSE)
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.start", "status": served.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _last_words(self, relay: Relay | None, scope: Scope, send: Send, identifier: bytes) -> None:
+    async def _last_words(self, relay: Relay | None, scope: Scope, send: Send, served: Served) -> None:
         """Tell the client that the worker stops, if it is willing to hear it."""
         error = ShuttingDown("The worker that served this request is stopping")
         try:
             async with asyncio.timeout(LAST_WORDS_S):
                 if relay is None or not relay.started:
-                    await self._refuse(error, scope, send, identifier)
+                    await self._refuse(error, scope, send, served)
                 else:
                     await relay.end_early(error)
         except TimeoutError:
-            log.warning("request %s: the client did not take the end of its stream", identifier.decode())
+            log.warning("request %s: the client did not take the end of its stream", served.request.decode())
 
 
 def outcome_of(error: EvenhandError) -> str:
@@ -188,6 +223,8 @@ def outcome_of(error: EvenhandError) -> str:
 
 def routed(path: str) -> str:
     """The (decoded) path as Starlette, on which the engines are built, finds its route: past a slash at the end."""
+    if path in GENERATING:
+        return path
     bare = path.rstrip("/")
     return bare if bare in GENERATING else path
 
@@ -202,9 +239,8 @@ def path_for_engine(scope: Scope) -> bytes:
     raw: bytes = scope["raw_path"]
     if (b"." in raw or b"%" in raw) and (fault := _fault_of(scope["path"])):
         raise BadRequest(fault)
-    path = routed(scope["path"])
-    if path in GENERATING:
-        raw = path.encode()
+    path = scope["path"]
+    raw = _SPELT.get(path) or _SPELT.get(routed(path), raw)
     query: bytes = scope["query_string"]
     return raw + b"?" + query if query else raw
 

@@ -77,14 +77,18 @@ class Relay:
             await self._start()
             return await self._stream(tail)
         whole = answer.whole()
-        if whole is not None and head.content_length in (None, len(whole)):
-            return await self._finish(whole)
+        if whole is not None:
+            size_bytes = len(whole)
+            if head.content_length in (None, size_bytes):
+                self._served.bytes_out = size_bytes
+                return await self._finish(whole)
         return await self._body(head.content_length)
 
     async def _start(self) -> None:
         head = self._head
         assert head is not None
         self.started = True
+        self._served.status = self._answer.status
         if self._wire is not None:
             self._wire.start(self._answer.status, head.headers, head.content_length)
         else:
@@ -124,6 +128,7 @@ class Relay:
                     if not served.chunks:
                         served.first_s = time.monotonic()
                     served.chunks += 1
+                    served.bytes_out += len(chunk)
                     tail.feed(chunk)
                     return write(chunk, more=True)
 
@@ -133,6 +138,7 @@ class Relay:
                     if not served.chunks:
                         served.first_s = time.monotonic()
                     served.chunks += 1
+                    served.bytes_out += len(chunk)
                     await self._put(chunk)
                     # Only now: a chunk whose send was interrupted never reached the client.
                     tail.feed(chunk)
@@ -150,7 +156,9 @@ class Relay:
         left_bytes = -1 if content_length is None else content_length
         try:
             while chunk := await read():
-                left_bytes -= len(chunk)
+                size_bytes = len(chunk)
+                left_bytes -= size_bytes
+                self._served.bytes_out += size_bytes
                 if left_bytes == 0:
                     await read()
                     return await self._finish(chunk)
@@ -181,7 +189,8 @@ class Relay:
         return outcome
 
     async def _break(self, error: EvenhandError) -> Outcome:
-        log.warning("the answer of %s broke off: %s", self._answer.url, error.message)
+        log.info("the answer of %s broke off: %s", self._answer.url, error.message)  # its request's line says so too
+        self._served.reason = error.message
         self._answer.close(Outcome.ENGINE_ERROR)
         await self.end_early(error)
         return Outcome.ENGINE_ERROR
@@ -190,6 +199,8 @@ class Relay:
         """End what the client has in the way that says that it is not all; see the module."""
         head = self._head
         if head is None or self._tail is None or head.encoded:
+            if self._wire is not None:
+                self._wire.break_off()
             return  # the server closes a connection whose answer was left without an end
         event = b"" if self.complete else self._tail.missing_newlines() + error_event(error)
         await self._put(event, more=False)

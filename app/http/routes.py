@@ -31,7 +31,7 @@ from app.http.interrupt import Running
 from app.http.metrics import Metrics
 from app.http.models import Models
 from app.http.ports import Dispatcher, Engines, LinkKeeper, NodeRegistry
-from app.http.proxy import Proxy
+from app.http.proxy import Proxy, Tracer
 from app.metrics.figures import Figures
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ def build_app(
     links: LinkKeeper | None = None,
     figures: Figures | None = None,
     metrics: Metrics | None = None,
+    watched: Callable[[], bool] = lambda: False,
+    tracer: Tracer | None = None,
     lifespan: Lifespan[Starlette] | None = None,
 ) -> HttpFace:
     """The ASGI application.
@@ -107,6 +109,8 @@ def build_app(
         links: what `/distserve/*` asks; None where engines are not linked.
         figures: where requests are counted.
         metrics: what `/metrics` shows.
+        watched: whether somebody watches decisions.
+        tracer: who records traces.
         lifespan: starts and stops what `app.main` has wired.
     """
     running = Running()
@@ -124,6 +128,9 @@ def build_app(
         max_body_bytes=settings.max_body_size,
         allow_transfer_params=settings.allow_transfer_params,
         forward_client_key=settings.forward_client_key,
+        notes=settings.log_requests != "off",
+        watched=watched,
+        tracer=tracer,
     )
     admin = Admin(
         registry=registry,

@@ -195,16 +195,23 @@ class FakeCaller:
         self.most = 0
         self.responses: list[FakeResponse] = []
         self.limits: dict[str, int] = {}
+        self.stages: list[tuple[str, str]] = []  # as calls name themselves
         self.timeouts = Timeouts(0, 0, 0, 0)
         self.kind = b"application/json"  # of answers that are read as they come
         self.broken: list[tuple[str, str]] = []
 
-    async def fetch(self, url: str, request: EngineRequest, *, limit_bytes: int, leg: Leg = Leg.WHOLE) -> Whole:
+    async def fetch(
+        self, url: str, request: EngineRequest, *, limit_bytes: int, leg: Leg = Leg.WHOLE, stage: str = "request"
+    ) -> Whole:
+        self.stages.append((stage, url))
         self.limits[url] = limit_bytes
         status, body = await self._answer(url, request, leg)
         return Whole(url, status, [(b"content-type", b"application/json"), (b"x-engine", b"yes")], body)
 
-    async def send(self, url: str, request: EngineRequest, leg: Leg = Leg.WHOLE) -> FakeResponse:
+    async def send(
+        self, url: str, request: EngineRequest, leg: Leg = Leg.WHOLE, *, stage: str = "request"
+    ) -> FakeResponse:
+        self.stages.append((stage, url))
         status, body = await self._answer(url, request, leg)
         self.responses.append(FakeResponse(status, body, [(b"content-type", self.kind)]))
         return self.responses[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,9 @@ from app.dispatch import caller as caller_module
 from app.dispatch.answer import EngineRequest, Whole
 from app.dispatch.caller import AnswerTooLong, Caller, Leg
 from app.errors import EngineBroke, EngineRefused, EngineUnreachable, Headers
+from app.journey import Journey, current
 from app.nodes import Node, Role
+from app.traceparent import Trace
 from app.upstream.transport import Target, Timeouts
 from tests.dispatch.fakes import D0, E0, FakeBreakers, FakeRegistry, FakeResponse
 
@@ -66,6 +68,19 @@ class Hanging(FakeResponse):
 class Breaking(FakeResponse):
     async def read(self) -> bytes:
         raise EngineBroke("reset")
+
+
+class Late(FakeResponse):
+    """Is read a few turns later than others."""
+
+    def __init__(self, inner: FakeResponse) -> None:
+        super().__init__()
+        self.inner = inner
+
+    async def read(self) -> bytes:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return await self.inner.read()
 
 
 async def test_a_request_is_sent_as_it_is() -> None:
@@ -221,3 +236,95 @@ async def test_addresses_are_kept_for_a_bounded_number_of_nodes() -> None:
         await caller.send(f"http://n{n}:1", REQUEST)
     assert len(transport.sent) == 100
     assert int(repr(caller).removeprefix("<Caller targets=").removesuffix(">")) <= 21
+
+
+# --- the journey
+
+
+@pytest.fixture
+def journey() -> Iterator[Journey]:
+    journey = Journey()
+    token = current.set(journey)
+    yield journey
+    current.reset(token)
+
+
+async def test_each_call_is_noted_with_its_stage_and_what_came_of_it(journey: Journey) -> None:
+    ended = FakeResponse(200)
+    caller = caller_of(FakeTransport(FakeResponse(503), ended, EngineRefused("no")))
+    await caller.send(D0, REQUEST)
+    await caller.fetch(E0, REQUEST, limit_bytes=10, stage="encode")
+    with pytest.raises(EngineRefused):
+        await caller.send(D0, REQUEST, stage="decode")
+    assert [(leg.node, leg.stage, leg.status, leg.error) for leg in journey.legs] == [
+        (D0, "request", 503, None),
+        (E0, "encode", 200, None),
+        (D0, "decode", None, "engine_unreachable"),
+    ]
+    # What is still to be read goes on; what was read here, or never came, is over.
+    assert [leg.seconds > 0 for leg in journey.legs] == [False, True, True]
+
+
+async def test_a_call_that_breaks_or_is_given_up_is_noted_as_that(journey: Journey) -> None:
+    caller = caller_of(FakeTransport(Breaking(), Hanging(), Breaking(), Endless()))
+    with pytest.raises(EngineBroke):
+        await caller.fetch(E0, REQUEST, limit_bytes=10, stage="encode")
+    task = asyncio.create_task(caller.fetch(E0, REQUEST, limit_bytes=10, stage="encode"))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    response = await caller.send(D0, REQUEST, stage="decode")
+    with pytest.raises(EngineBroke):
+        await caller.read(D0, response)
+    with pytest.raises(AnswerTooLong):
+        await caller.fetch(E0, REQUEST, limit_bytes=10, stage="encode")
+    assert [leg.error for leg in journey.legs] == [
+        "engine_broke_off",
+        "cancelled",
+        "engine_broke_off",
+        "engine_protocol_error",
+    ]
+
+
+class Slow(FakeTransport):
+    """Its answers come some turns after the request."""
+
+    async def send(self, *args: Any) -> FakeResponse:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return await super().send(*args)
+
+
+async def test_of_two_calls_at_one_node_the_one_that_breaks_is_noted(journey: Journey) -> None:
+    caller = caller_of(Slow(Late(Breaking()), FakeResponse()))
+    calls = [caller.fetch(E0, REQUEST, limit_bytes=10, stage="encode") for _ in range(2)]
+    first, second = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(first, EngineBroke) and isinstance(second, Whole)
+    assert [leg.error for leg in journey.legs] == ["engine_broke_off", None]
+
+
+async def test_a_call_that_is_given_up_before_its_answer_comes_is_noted_as_that(journey: Journey) -> None:
+    task = asyncio.create_task(caller_of(Slow()).send(D0, REQUEST))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait((task,))
+    (leg,) = journey.legs
+    assert leg.error == "cancelled" and leg.seconds > 0
+
+
+async def test_a_leg_of_a_trace_carries_its_own_span(journey: Journey) -> None:
+    transport = FakeTransport()
+    journey.trace = Trace(0xA1, 0xB2, parent_id=0xC3, sampled=True)
+    await caller_of(transport).send(D0, replace(REQUEST, headers=[(b"traceparent", b"of the client")]))
+    (leg,) = journey.legs
+    assert transport.sent[0][3] == [(b"traceparent", b"00-%032x-%016x-01" % (0xA1, leg.span_id))]
+    assert leg.span_id not in (0, 0xB2, 0xC3)
+
+
+async def test_without_a_journey_a_traceparent_passes_as_it_came() -> None:
+    transport = FakeTransport()
+    headers = [(b"traceparent", b"of the client"), (b"tracestate", b"a=b")]
+    await caller_of(transport).send(D0, replace(REQUEST, headers=headers))
+    assert transport.sent[0][3] == headers

@@ -134,6 +134,13 @@ class World:
 BOTH_WAYS = pytest.mark.parametrize("by", [nixl(), Both], ids=["one after the other", "both at once"])
 
 
+@BOTH_WAYS
+async def test_each_leg_is_noted_as_what_it_is(by: Callable[..., Protocol]) -> None:
+    world = World(by=by)
+    await world.served()
+    assert sorted(world.caller.stages) == [("decode", D0), ("prefill", P0)]
+
+
 async def turns(count: int = 20) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
@@ -411,7 +418,7 @@ async def test_decode_that_breaks_off_in_the_middle_has_failed(by: Callable[...,
     world = World(by=by)
     kind = b"text/event-stream" if stream else b"application/json"
 
-    async def sent(url: str, request: EngineRequest, leg: Leg) -> Any:
+    async def sent(url: str, request: EngineRequest, leg: Leg, *, stage: str) -> Any:
         return BreaksOff(200, b"data: 1\n\n", [(b"content-type", kind)])
 
     world.caller.send = sent  # type: ignore[method-assign]
@@ -759,7 +766,7 @@ async def test_a_refusal_that_breaks_off_is_decodes_failure_and_not_prefills(mon
     world.caller.behaviour = {P0: hangs, (P0, 1): lambda call: None, D0: fails_by(503)}
     send = world.caller.send
 
-    async def broken(url: str, request: EngineRequest, leg: Leg) -> Any:
+    async def broken(url: str, request: EngineRequest, leg: Leg, *, stage: str) -> Any:
         response = await send(url, request, leg)
 
         async def read() -> bytes:
@@ -781,7 +788,7 @@ async def test_a_refusal_whose_body_hangs_is_the_answer_all_the_same(monkeypatch
     world.caller.behaviour = {P0: hangs, D0: fails_by(429)}
     send = world.caller.send
 
-    async def hanging(url: str, request: EngineRequest, leg: Leg) -> Any:
+    async def hanging(url: str, request: EngineRequest, leg: Leg, *, stage: str) -> Any:
         response = await send(url, request, leg)
         response.read = asyncio.Event().wait  # type: ignore[assignment,method-assign]
         return response
@@ -830,7 +837,7 @@ async def test_r47_an_answer_that_breaks_off_before_its_first_byte_is_an_error_a
     world = World(by=by)
     send, closed = world.caller.send, []
 
-    async def broken(url: str, request: EngineRequest, leg: Leg) -> Any:
+    async def broken(url: str, request: EngineRequest, leg: Leg, *, stage: str) -> Any:
         response = await send(url, request, leg)
 
         async def read() -> bytes:

@@ -350,6 +350,9 @@ class FakeWire:
         self._pass(message)
         return True
 
+    def break_off(self) -> None:
+        self.broken_off = True
+
     async def drain(self) -> None:
         if self.call.gate is not None and self.held:
             await self.call.gate.wait()

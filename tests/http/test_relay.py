@@ -214,6 +214,7 @@ async def test_encoded_stream_is_not_looked_into_and_gets_no_event() -> None:
 async def test_other_answer_that_breaks_gets_no_proper_end(
     headers: list[tuple[bytes, bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     answer = FakeAnswer(b'{"a"', BROKE, headers=headers)
     reply = (await relayed(answer)).reply()
     assert reply.body == b'{"a"' and not reply.complete

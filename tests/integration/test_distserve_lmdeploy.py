@@ -18,6 +18,7 @@ import pytest
 
 from tests.integration.stage import Fleet, start
 from tests.support import load
+from tests.support.collector import TRACEPARENT
 from tests.support.deployment import ROOT, Deployment
 from tests.support.engine import SimulatedEngine
 from tests.support.http import request
@@ -102,11 +103,13 @@ def test_a_request_is_prefilled_on_one_engine_and_decoded_on_another(floor: Floo
 
 def test_both_legs_carry_the_proxys_header_and_one_request_id(floor: Floor) -> None:
     prefill, decode = floor.pair()
-    assert floor.chat(headers={"X-Request-Id": "mine-1"}).ok
+    assert floor.chat(headers={"X-Request-Id": "mine-1", "traceparent": TRACEPARENT, "tracestate": "a=1"}).ok
     assert floor.chat().ok
     for engine in (prefill, decode):
         assert [record.header(HEADER) for record in engine.legs] == [b"1", b"1"]
         assert engine.legs[0].id == "mine-1"
+        assert engine.legs[0].header(b"traceparent") == TRACEPARENT.encode()
+        assert engine.legs[0].header(b"tracestate") == b"a=1"
     assert prefill.legs[1].id == decode.legs[1].id != ""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.collector import TRACEPARENT
 from tests.support.epd import EpdEngine
 from tests.support.epd_floor import Floor, audio, image, pictures, spoken, text, user, video
 from tests.support.epd_rules import CHILD_ID
@@ -44,6 +45,15 @@ def content(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 # --- to the encoder
+
+
+def test_encoders_and_the_node_that_answers_carry_the_clients_trace(floor: Floor, both: EpdEngine) -> None:
+    (encoder,) = floor.encoders(1)
+    answer = floor.chat(user(image("a")), headers={"traceparent": TRACEPARENT, "tracestate": "a=1"})
+    assert answer.ok
+    for engine in (encoder, both):
+        (record,) = engine.requests
+        assert (record.header(b"traceparent"), record.header(b"tracestate")) == (TRACEPARENT.encode(), b"a=1")
 
 
 def test_r75_options_reach_the_encoder_as_sent_and_nothing_else_does(floor: Floor, both: EpdEngine) -> None:

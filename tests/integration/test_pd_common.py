@@ -16,6 +16,7 @@ import pytest
 
 from tests.integration.stage import PD_FIRST_BYTE_S, PD_SETTINGS, Fleet, start
 from tests.support import load
+from tests.support.collector import TRACEPARENT
 from tests.support.engine import SimulatedEngine
 from tests.support.loop import LoopThread
 from tests.support.pd_vllm import Leaving, PdFloor, pd_floor, timings, usage_of, without_usage
@@ -37,6 +38,15 @@ def floor(request: pytest.FixtureRequest, fleets: dict[Protocol, Fleet], engine_
 
 
 # --- what each leg gets
+
+
+def test_both_legs_carry_the_clients_trace(floor: PdFloor) -> None:
+    engines = floor.pair()
+    assert floor.chat(headers={"traceparent": TRACEPARENT, "tracestate": "a=1"}).ok
+    for engine in engines:
+        (record,) = engine.requests
+        assert (record.header(b"traceparent"), record.header(b"tracestate")) == (TRACEPARENT.encode(), b"a=1")
+
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 OF_CHAT: dict[str, Any] = {

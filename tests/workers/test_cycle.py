@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -230,3 +231,22 @@ async def test_a_lost_connection_is_held_by_nothing(reason: Exception | None) ->
     del protocol
     gc.collect()
     assert held() is None
+
+
+@pytest.mark.parametrize("meant", [False, True])
+async def test_an_answer_without_an_end_is_a_fault_unless_it_is_meant(
+    meant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "error", lambda words, **_: said.append(words))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        wire = scope["extensions"][WIRE]
+        wire.start(200, [], None)
+        wire.write(b"ab", more=True)
+        if meant:
+            wire.break_off()
+
+    socket = await ask(app)
+    assert socket.end == "closed" and not b"".join(socket.writes).endswith(b"0\r\n\r\n")
+    assert ["without an end" in words for words in said] == ([] if meant else [True])

@@ -70,12 +70,14 @@ class Protocol(ABC):
     # --- the calls
 
     async def call_prefill(self, url: str, request: EngineRequest) -> Whole:
-        return await self.caller.fetch(url, request, limit_bytes=PREFILL_ANSWER_LIMIT_BYTES, leg=Leg.PREFILL)
+        return await self.caller.fetch(
+            url, request, limit_bytes=PREFILL_ANSWER_LIMIT_BYTES, leg=Leg.PREFILL, stage="prefill"
+        )
 
     async def call_decode(self, pair: Pair, request: EngineRequest, leg: Leg = Leg.WHOLE) -> Response:
         """Decode's answer, its first bytes included; or one of 400 and more, to its head."""
         url, begun_s = pair.decode.url, time.monotonic()
-        response = await self.caller.send(url, uncompressed(request), leg)
+        response = await self.caller.send(url, uncompressed(request), leg, stage="decode")
         if response.status >= 400:
             return response
         try:
