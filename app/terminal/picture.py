@@ -1,0 +1,378 @@
+"""A `state` and the latest decisions as a picture of so many columns and lines.
+
+Owns what is shown, in which order, and what is left out where there is no room, which it says. It must not know
+where the documents come from (docs/decisions/0022 describes them), nor the terminal beyond its size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from app.terminal.feed import Seen
+from app.terminal.words import count, printable, span
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+EIGHTHS = " ▏▎▍▌▋▊▉"
+WINDOW = 15
+OLD_S = 3.0
+"""A state comes each second: an older one is no longer the present."""
+SORTS = ("trouble", "load", "name")
+
+STATE_STYLE = {
+    "ready": "green",
+    "pending": "yellow",
+    "asleep": "yellow",
+    "draining": "cyan",
+    "down": "bold red",
+    "gone": "red",
+}
+LINK_MARKS = {
+    "connected": ("●", "green"),
+    "connecting": ("◐", "yellow"),
+    "failed": ("✗", "bold red"),
+    "undoing": ("○", "yellow"),
+}
+
+
+@dataclass(slots=True)
+class Section:
+    """Lines under a heading. `least`: lines of it that go before anything else of a later one; `of`: what a line is."""
+
+    heading: str
+    lines: list[Text]
+    of: str
+    least: int = 3
+    head: Text | None = None
+    shown: int = field(default=0)
+
+    @property
+    def extra(self) -> int:
+        """Lines beside its own: the gap before it, its heading, a table's head."""
+        return 2 + (self.head is not None)
+
+    def drawn(self) -> list[Text]:
+        """With the last line given to what is left out, where something is."""
+        left_out = len(self.lines) - self.shown
+        lines = self.lines[: self.shown] if not left_out else self.lines[: max(self.shown - 1, 0)]
+        drawn = [Text(), Text(self.heading, style="bold"), *([self.head] if self.head else []), *lines]
+        if left_out:
+            drawn.append(Text(f"  {count(len(self.lines) - len(lines), f'more {self.of}')}", style="dim"))
+        return drawn
+
+
+def draw(seen: Seen, *, width: int, height: int | None = None, sort: str = SORTS[0], keys: str = "") -> list[Text]:
+    """The lines of the picture, none longer than `width`; at most `height` of them where that is given."""
+    width = max(width, 40)
+    state = seen.state
+    top = [*_summary(seen), *([Text(keys, style="dim")] if keys else [])]
+    sections = [
+        Section("nodes", _nodes(state, width, sort), "node", least=6, head=_node_head(width)),
+        Section("workers", [_worker(worker) for worker in state["workers"]], "worker"),
+        Section("encoders, in the order of the round", _encoders(state["encoders"], width), "encoder line", least=1),
+        Section("links: prefill down, decode across", _links(state["links"], width), "line", least=4),
+        Section("latest decisions", [_decision(one) for one in seen.decisions], "decision", least=4),
+    ]
+    sections = [section for section in sections if section.lines]
+    dropped = _fit(sections, None if height is None else max(height - len(top), 0))
+    lines = [*top, *(line for section in sections if section.shown for line in section.drawn())]
+    if dropped:
+        lines.append(Text(f"no room for: {', '.join(dropped)}", style="dim"))
+    lines = lines if height is None else lines[:height]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return lines
+
+
+def _fit(sections: Sequence[Section], room: int | None) -> list[str]:
+    """Say how many lines of each section are shown; the headings of those that are not at all."""
+    if room is None or sum(len(section.lines) + section.extra for section in sections) <= room:
+        for section in sections:
+            section.shown = len(section.lines)
+        return []
+    for section in sections:
+        wanted = min(len(section.lines), section.least)
+        if wanted + section.extra <= room:
+            section.shown = wanted
+            room -= wanted + section.extra
+        elif 1 + section.extra <= room:
+            section.shown = room - section.extra
+            room = 0
+    dropped = [section.heading.partition(",")[0].partition(":")[0] for section in sections if not section.shown]
+    if dropped:
+        room -= 1
+    for section in sections:
+        more = min(room, len(section.lines) - section.shown) if section.shown else 0
+        section.shown += max(more, 0)
+        room -= max(more, 0)
+    return dropped
+
+
+# --- the first lines --------------------------------------------------------------------------------
+
+
+def _summary(seen: Seen) -> list[Text]:
+    state = seen.state
+    nodes = state["nodes"]
+    ready = sum(node["state"] == "ready" for node in nodes)
+    unfinished = sum(node["unfinished"] for node in nodes)
+    requests = sum(node["requests"] for node in nodes if node["role"] != "Prefill" and node["role"] != "Encode")
+    what = " ".join(printable(state[name]) for name in ("serving", "strategy") if state[name])
+    first = Text.assemble(("Evenhand ", "bold"), printable(state["version"] or ""), f"  {what}", "  Redis ")
+    if state["redis"]["up"]:
+        first.append("up", style="green")
+    else:
+        first.append(f"away: {printable(state['redis']['reason'])}", style="bold red")
+    if not seen.trouble and seen.age_s <= OLD_S:
+        first.append(f"  {_clock(state['time'])}", style="dim")
+    second = Text.assemble(
+        (f"{ready}/{len(nodes)} nodes ready", "green" if ready == len(nodes) and nodes else "bold red"),
+        f"  {unfinished:,} unfinished  {requests:,} in the last minute  {count(len(state['workers']), 'worker')}",
+        f"  {count(len(state['models']), 'model')}",
+    )
+    lines = [first, second]
+    if seen.trouble or seen.age_s > OLD_S:
+        why = printable(seen.trouble) or "nothing comes"
+        lines.insert(0, Text(f"{span(seen.age_s)} old: {why}; it is tried again", style="bold red"))
+    return lines
+
+
+def _clock(instant_s: float) -> str:
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(instant_s))
+    except (OverflowError, ValueError, OSError):
+        return "?"
+
+
+# --- nodes ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """How wide each is; 0: not there."""
+
+    state: int
+    role: int
+    url: int
+    bar: int
+    number: int
+    speed: int
+    spark: int
+    mean: int
+    share: int
+    reason: int
+
+
+def _columns(width: int) -> Columns:
+    reason = max(0, min(60, width - 118)) if width >= 126 else 0
+    wide = width >= 100
+    bar, spark, speed = (12, WINDOW, 7) if wide else (6, 8, 0)
+    if width < 70:
+        bar, spark = 4, 0
+    fixed = 10 + 8 + (bar + 1) + 6 + (speed + 1 if speed else 0) + (spark + 1 if spark else 0) + 8 + 5 + 1
+    return Columns(
+        state=9,
+        role=7,
+        url=max(8, min(48, width - fixed - (reason + 1 if reason else 0))),
+        bar=bar,
+        number=5,
+        speed=speed,
+        spark=spark,
+        mean=7,
+        share=4,
+        reason=reason,
+    )
+
+
+def _row(cells: Sequence[tuple[str, int, str, str]]) -> Text:
+    """Cells as (text, width, side, style); those without a width are not there."""
+    line = Text()
+    for text, width, side, style in cells:
+        if not width:
+            continue
+        if len(line):
+            line.append(" ")
+        line.append(_sized(text, width, side), style=style)
+    line.rstrip()
+    return line
+
+
+def _sized(text: str, width: int, side: str) -> str:
+    """The text in so many cells; what is too long loses its beginning where `side` is tail, else its end."""
+    if cell_len(text) > width:
+        if side == "tail":
+            while cell_len(text) > width - 1:
+                text = text[1:]
+            return set_cell_size(f"…{text}", width)
+        return set_cell_size(text, width - 1) + "…"
+    gap = " " * (width - cell_len(text))
+    return gap + text if side == "right" else text + gap
+
+
+def _node_head(width: int) -> Text:
+    c = _columns(width)
+    cells = [
+        ("STATE", c.state, "left", ""),
+        ("ROLE", c.role, "left", ""),
+        ("NODE", c.url, "left", ""),
+        ("LOAD", c.bar, "left", ""),
+        ("UNFIN", c.number, "right", ""),
+        ("SPEED", c.speed, "right", ""),
+        ("LATENCY", c.spark, "left", ""),
+        ("MEAN_S", c.mean, "right", ""),
+        ("1MIN", c.share, "right", ""),
+        ("REASON", c.reason, "left", ""),
+    ]
+    line = _row(cells)
+    line.stylize("dim")
+    return line
+
+
+def _nodes(state: dict[str, Any], width: int, sort: str) -> list[Text]:
+    c = _columns(width)
+    most = max((load(node) for node in state["nodes"]), default=0.0)
+    nodes = sorted(state["nodes"], key=ORDERS[sort])  # stable: within alike ones, as they are registered
+    return [_node(node, c, load(node) / most if most else 0.0) for node in nodes]
+
+
+def load(node: dict[str, Any]) -> float:
+    """Unfinished against speed; one without counts as 1."""
+    return float(node["unfinished"] / (node["speed"] or 1.0))
+
+
+def troubled(node: dict[str, Any]) -> bool:
+    return bool(node["state"] != "ready" or node["breaker"] != "closed")
+
+
+ORDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "trouble": lambda node: (not troubled(node), node["breaker"] == "closed" and node["state"] not in ("down", "gone")),
+    "load": lambda node: -load(node),
+    "name": lambda node: str(node["url"]),
+}
+
+
+def _node(node: dict[str, Any], c: Columns, part: float) -> Text:
+    state, style = printable(node["state"]), STATE_STYLE.get(node["state"], "")
+    if node["breaker"] != "closed":
+        state, style = f"{'open' if node['breaker'] == 'open' else 'half-open'}", "bold red"
+    window = [value for value in node["latency_s"] if value is not None]
+    mean = sum(window) / len(window) if window else None
+    reason = printable(node["reason"])
+    if node["breaker"] != "closed":
+        reason = f"breaker {node['breaker'].replace('_', '-')}, {count(node['failures'], 'failure')} in a row {reason}"
+    url = printable(node["url"]).removeprefix("http://")
+    if reason and not c.reason:
+        url = f"{url}: {reason}" if cell_len(url) + 8 < c.url else url
+    share = node["share"]
+    return _row(
+        [
+            (state, c.state, "left", style),
+            (printable(node["role"]), c.role, "left", ""),
+            (url, c.url, "left" if reason and ": " in url else "tail", "bold" if troubled(node) else ""),
+            (bar(part, c.bar), c.bar, "left", "cyan"),
+            (f"{node['unfinished']}", c.number, "right", ""),
+            ("-" if node["speed"] is None else f"{node['speed']:g}", c.speed, "right", ""),
+            (sparkline(window, c.spark), c.spark, "left", "magenta"),
+            ("-" if mean is None else f"{mean:.3f}", c.mean, "right", ""),
+            (f"{share:.0%}" if share is not None else "-", c.share, "right", ""),
+            (reason, c.reason, "left", "red"),
+        ]
+    )
+
+
+def bar(part: float, width: int) -> str:
+    """A bar of eighths of a cell; anything above nothing is seen."""
+    eighths = round(max(0.0, min(1.0, part)) * width * 8)
+    if part > 0:
+        eighths = max(eighths, 1)
+    whole, rest = divmod(eighths, 8)
+    return "█" * whole + (EIGHTHS[rest] if rest else "")
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The latest values, oldest first, each against the largest of them."""
+    latest = list(values)[-width:] if width else []
+    most = max(latest, default=0.0)
+    if most <= 0:
+        return BLOCKS[0] * len(latest)
+    return "".join(BLOCKS[max(0, min(7, int(value / most * 8 - 1e-9)))] for value in latest)
+
+
+# --- the other sections -----------------------------------------------------------------------------
+
+
+def _worker(worker: dict[str, Any]) -> Text:
+    left = worker["lease_s"]
+    style = "" if left >= 1 else "bold red" if left <= 0 else "yellow"
+    busy = sum(number > 0 for number in worker["nodes"].values())
+    return Text.assemble(
+        f"{printable(worker['id'])}  {worker['unfinished']} unfinished on {count(busy, 'node')}  lease ",
+        (f"{left:.1f} s left" if left > 0 else "over", style),
+    )
+
+
+def _encoders(encoders: dict[str, Any], width: int) -> list[Text]:
+    """The round, wrapped; the next one is marked."""
+    lines: list[Text] = []
+    for url in encoders["urls"]:
+        name = printable(url).removeprefix("http://")
+        item = Text(f" ▶ {name} ", style="reverse") if url == encoders["next"] else Text(f"   {name} ")
+        if not lines or lines[-1].cell_len + item.cell_len > width:
+            lines.append(Text())
+        lines[-1].append_text(item)
+    return lines
+
+
+def _links(links: Sequence[dict[str, Any]], width: int) -> list[Text]:
+    """A line for each prefill node, a column for each decode node; the columns are named below."""
+    if not links:
+        return []
+    states = {(link["prefill"], link["decode"]): link["state"] for link in links}
+    prefills = list(dict.fromkeys(link["prefill"] for link in links))
+    decodes = list(dict.fromkeys(link["decode"] for link in links))
+    name = min(40, max(cell_len(printable(url)) for url in prefills), max(width - 20, 12))
+    fits = max(1, (width - name - 12) // 3)
+    shown = decodes[:fits]
+    lines = [Text(" " * name + "".join(f"{place:>3}" for place in range(1, len(shown) + 1)), style="dim")]
+    if len(decodes) > fits:
+        lines[0].append(f"  {len(decodes) - fits} more")
+    for prefill in prefills:
+        line = Text(_sized(printable(prefill), name, "tail"))
+        for decode in shown:
+            mark, style = LINK_MARKS.get(states.get((prefill, decode), ""), ("·", "dim"))
+            line.append(f"  {mark}", style=style)
+        lines.append(line)
+    lines += [Text(f"{place:>3} {printable(url)}", style="dim") for place, url in enumerate(shown, 1)]
+    return lines
+
+
+def _decision(decision: dict[str, Any]) -> Text:
+    """One request: when, what became of it, where it was sent, and by which score."""
+    status, outcome = decision["status"], printable(decision["outcome"])
+    well = isinstance(status, int) and status < 400
+    took = "" if decision["seconds"] is None else f" {decision['seconds']:.3f} s"
+    line = Text.assemble(
+        (f"{_clock(decision['time'])} ", "dim"),
+        (f"{status or '-'} {outcome}", "green" if well else "bold red"),
+        f"{took}  {printable(decision['model'] or '-')} → ",
+    )
+    legs = decision["legs"]
+    for place, leg in enumerate(legs):
+        failed = leg["error"] is not None or (leg["status"] or 0) >= 400
+        line.append(" → " if place else "")
+        stage = "" if leg["stage"] == "request" else f"{printable(leg['stage'])} "
+        line.append(f"{stage}{printable(leg['node']).removeprefix('http://')}", style="red" if failed else "")
+        if failed:
+            line.append(f" ({printable(leg['error'] or leg['status'])})", style="red")
+    if not legs:
+        line.append(printable(decision["node"] or "nobody").removeprefix("http://"))
+    if decision["tries"]:
+        last = decision["tries"][-1]
+        score = "" if last["score"] is None else f"score {last['score']:.3g} "
+        line.append(f"  {score}of {len(last['candidates']) + last['left_off']}", style="dim")
+    return line
