@@ -42,7 +42,7 @@ LINK_MARKS = {
 
 @dataclass(slots=True)
 class Section:
-    """Lines under a heading. `least`: lines of it that go before anything else of a later one; `of`: what a line is."""
+    """Lines under a heading. `least`: how many it gets before another gets more than that; `of`: what a line is."""
 
     heading: str
     lines: list[Text]
@@ -71,16 +71,16 @@ def draw(seen: Seen, *, width: int, height: int | None = None, sort: str = SORTS
     width = max(width, 40)
     state = seen.state
     top = [*_summary(seen), *([Text(keys, style="dim")] if keys else [])]
-    sections = [
-        Section("nodes", _nodes(state, width, sort), "node", least=6, head=_node_head(width)),
-        Section("workers", [_worker(worker) for worker in state["workers"]], "worker"),
-        Section("encoders, in the order of the round", _encoders(state["encoders"], width), "encoder line", least=1),
-        Section("links: prefill down, decode across", _links(state["links"], width), "line", least=4),
-        Section("latest decisions", [_decision(one) for one in seen.decisions], "decision", least=4),
-    ]
-    sections = [section for section in sections if section.lines]
-    dropped = _fit(sections, None if height is None else max(height - len(top), 0))
-    lines = [*top, *(line for section in sections if section.shown for line in section.drawn())]
+    nodes = Section("nodes", _nodes(state, width, sort), "node", least=6, head=_node_head(width))
+    workers = Section("workers", [_worker(worker) for worker in state["workers"]], "worker")
+    encoders = Section("encoders, in the order of the round", _encoders(state["encoders"], width), "line", least=1)
+    links = Section("links: prefill down, decode across", _links(state["links"], width), "line", least=4)
+    decisions = Section("latest decisions", [_decision(one) for one in seen.decisions], "decision", least=4)
+    room = None if height is None else max(height - len(top), 0)
+    dropped = _fit([nodes, decisions, workers, encoders, links], [nodes, workers, encoders, links, decisions], room)
+    lines = top
+    for section in (nodes, workers, encoders, links, decisions):
+        lines += section.drawn() if section.shown else []
     if dropped:
         lines.append(Text(f"no room for: {', '.join(dropped)}", style="dim"))
     lines = lines if height is None else lines[:height]
@@ -89,28 +89,36 @@ def draw(seen: Seen, *, width: int, height: int | None = None, sort: str = SORTS
     return lines
 
 
-def _fit(sections: Sequence[Section], room: int | None) -> list[str]:
-    """Say how many lines of each section are shown; the headings of those that are not at all."""
+def _fit(by_need: Sequence[Section], by_growth: Sequence[Section], room: int | None) -> list[str]:
+    """Say how many lines of each section are shown; the headings of those that are not at all.
+
+    Each gets its least in the order of need; what is left goes to those that want more, in the order of growth.
+    """
+    sections = [section for section in by_need if section.lines]
     if room is None or sum(len(section.lines) + section.extra for section in sections) <= room:
         for section in sections:
             section.shown = len(section.lines)
         return []
+    left = _give_least(sections, room)
+    if not all(section.shown for section in sections):
+        left = _give_least(sections, room - 1)  # a line says who has none
+    for section in by_growth:
+        if section.shown:
+            more = min(left, len(section.lines) - section.shown)
+            section.shown += more
+            left -= more
+    return [section.heading.partition(",")[0].partition(":")[0] for section in sections if not section.shown]
+
+
+def _give_least(sections: Sequence[Section], room: int) -> int:
+    """The lines that are left."""
     for section in sections:
         wanted = min(len(section.lines), section.least)
-        if wanted + section.extra <= room:
-            section.shown = wanted
-            room -= wanted + section.extra
-        elif 1 + section.extra <= room:
-            section.shown = room - section.extra
-            room = 0
-    dropped = [section.heading.partition(",")[0].partition(":")[0] for section in sections if not section.shown]
-    if dropped:
-        room -= 1
-    for section in sections:
-        more = min(room, len(section.lines) - section.shown) if section.shown else 0
-        section.shown += max(more, 0)
-        room -= max(more, 0)
-    return dropped
+        given = min(wanted, room - section.extra)
+        # One line of many would only say how many more there are.
+        section.shown = given if given >= min(wanted, 2) else 0
+        room -= section.shown + section.extra if section.shown else 0
+    return room
 
 
 # --- the first lines --------------------------------------------------------------------------------
@@ -235,25 +243,34 @@ def _node_head(width: int) -> Text:
 
 def _nodes(state: dict[str, Any], width: int, sort: str) -> list[Text]:
     c = _columns(width)
-    most = max((load(node) for node in state["nodes"]), default=0.0)
-    nodes = sorted(state["nodes"], key=ORDERS[sort])  # stable: within alike ones, as they are registered
-    return [_node(node, c, load(node) / most if most else 0.0) for node in nodes]
+    loads = loads_of(state["nodes"])
+    most = max(loads.values(), default=0.0)
+    order: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "trouble": lambda node: TROUBLES.index(_trouble(node)),
+        "load": lambda node: -loads[node["url"]],
+        "name": lambda node: str(node["url"]),
+    }
+    nodes = sorted(state["nodes"], key=order[sort])  # stable: alike ones stay as they are registered
+    return [_node(node, c, loads[node["url"]] / most if most else 0.0) for node in nodes]
 
 
-def load(node: dict[str, Any]) -> float:
-    """Unfinished against speed; one without counts as 1."""
-    return float(node["unfinished"] / (node["speed"] or 1.0))
+def loads_of(nodes: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Unfinished against speed, by url; a node without a speed counts as the average of those that have one."""
+    given = [node["speed"] for node in nodes if node["speed"]]
+    default = sum(given) / len(given) if given else 1.0
+    return {node["url"]: node["unfinished"] / (node["speed"] or default) for node in nodes}
 
 
-def troubled(node: dict[str, Any]) -> bool:
-    return bool(node["state"] != "ready" or node["breaker"] != "closed")
+TROUBLES = ("down", "gone", "breaker", "other", "")
+"""The worst first."""
 
 
-ORDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "trouble": lambda node: (not troubled(node), node["breaker"] == "closed" and node["state"] not in ("down", "gone")),
-    "load": lambda node: -load(node),
-    "name": lambda node: str(node["url"]),
-}
+def _trouble(node: dict[str, Any]) -> str:
+    if node["state"] in TROUBLES:
+        return str(node["state"])
+    if node["breaker"] != "closed":
+        return "breaker"
+    return "" if node["state"] == "ready" else "other"
 
 
 def _node(node: dict[str, Any], c: Columns, part: float) -> Text:
@@ -273,7 +290,7 @@ def _node(node: dict[str, Any], c: Columns, part: float) -> Text:
         [
             (state, c.state, "left", style),
             (printable(node["role"]), c.role, "left", ""),
-            (url, c.url, "left" if reason and ": " in url else "tail", "bold" if troubled(node) else ""),
+            (url, c.url, "left" if reason and ": " in url else "tail", "bold" if _trouble(node) else ""),
             (bar(part, c.bar), c.bar, "left", "cyan"),
             (f"{node['unfinished']}", c.number, "right", ""),
             ("-" if node["speed"] is None else f"{node['speed']:g}", c.speed, "right", ""),
