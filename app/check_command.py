@@ -216,12 +216,12 @@ def _engine_keys(client: Any, keys: Any, space: Any) -> dict[str, str]:
 
 
 async def _ask(state: dict[str, Any], engine_keys: dict[str, str], settings: Any) -> dict[str, str]:
-    from app.checks import nodes
+    from app.checks import engines
     from app.settings import tls_towards_engines
 
     own = settings.engine_key.get_secret_value() if settings.engine_key is not None else None
     keys = {str(node["url"]): engine_keys.get(node["url"]) or own for node in state["nodes"]}
-    return await nodes.ask(keys, timeout_s=settings.probe_timeout_s, tls=tls_towards_engines(settings))
+    return await engines.ask(keys, timeout_s=settings.probe_timeout_s, tls=tls_towards_engines(settings))
 
 
 def _how_to_reach(text: str) -> str:

@@ -1,30 +1,23 @@
 """The nodes of a deployment: who is in trouble, which roles and models have nobody, who answers this host.
 
-Owns the question to each node's `/health` and the rules over a `state` document (docs/decisions/0022). It must not
-know Redis, nor where the document came from.
+Rules over a `state` document (docs/decisions/0022) and over what `engines` found; no I/O. It must not know where the
+document came from.
 """
 
 from __future__ import annotations
 
-import asyncio
-import ssl
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from app.checks.finding import Finding, bad, named, ok, warn
-from app.errors import UpstreamError
 from app.nodes import Breaker, State
 from app.terminal.words import count
-from app.upstream.management import EngineClient, Verdict
 
-ASKED_AT_ONCE = 32
-ASKING_S = 30.0
-"""For all nodes together; whoever was not asked by then is said not to have been."""
 TOLD = 20
 
 ANSWERS = ""
-"""What `ask` says of a node that is well."""
+"""What `engines.ask` says of a node that is well."""
 
 MEND = {
     State.DOWN: "start the engine, or take it out: evenhand nodes remove",
@@ -34,32 +27,8 @@ MEND = {
 }
 
 
-async def ask(keys: Mapping[str, str | None], *, timeout_s: float, tls: ssl.SSLContext | None = None) -> dict[str, str]:
-    """What is wrong with each node as this host sees it, ANSWERS where nothing is. `keys`: url -> its API key."""
-    engines = EngineClient(probe_timeout_s=timeout_s, tls=tls)
-    turns = asyncio.Semaphore(ASKED_AT_ONCE)
-    found = dict.fromkeys(keys, f"not asked within {ASKING_S:g} s")
-
-    async def one(url: str) -> None:
-        async with turns:
-            try:
-                health = await engines.health(url, keys[url])
-                found[url] = ANSWERS if health.verdict is Verdict.OK else f"it says {health.word}"
-            except UpstreamError as e:
-                found[url] = e.message.removeprefix(f"engine {url}").strip(" :")
-
-    try:
-        async with asyncio.timeout(ASKING_S):
-            await asyncio.gather(*map(one, keys))
-    except TimeoutError:
-        pass
-    finally:
-        await engines.close()
-    return found
-
-
 def judge(state: Mapping[str, Any], asked: Mapping[str, str] | None = None) -> Iterator[Finding]:
-    """`asked`: what `ask` found, None where nobody was asked from here."""
+    """`asked`: what `engines.ask` found, None where nobody was asked from here."""
     nodes: list[Mapping[str, Any]] = state["nodes"]
     if not nodes:
         yield bad(

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import sys
 import termios
 import time
 from collections.abc import Iterator
+
+_SEQUENCE = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|O.)?")
 
 
 @contextlib.contextmanager
@@ -49,9 +52,12 @@ class Keyboard:
         readable, _, _ = select.select([self._fd], [], [], within_s)
         if not readable:
             return ""
-        # A key may be several bytes (an arrow): they are one key that means nothing here.
         try:
-            pressed = os.read(self._fd, 64).decode(errors="replace").lower()
+            pressed = os.read(self._fd, 64).decode(errors="replace")
         except OSError:
             pressed = ""
-        return pressed or "q"
+        if not pressed:
+            return "q"
+        # Several at once, where somebody is fast. Arrows and the like are sequences that mean nothing here.
+        letters = _SEQUENCE.sub("", pressed).lower()
+        return "q" if "q" in letters else letters[-1:]

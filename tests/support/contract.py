@@ -6,13 +6,21 @@ A test says what the deployment would; so the commands are tested without one, a
 from __future__ import annotations
 
 import http.server
+import importlib.util
 import json
+import sys
 import threading
+import types
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
 
+import pytest
+
 from app import __version__
+from app.errors import EvenhandError, ModelNotFound
 
 NOW_S = 1_795_992_650.0
 
@@ -218,3 +226,56 @@ def event(kind: str, value: Any) -> bytes:
 def many(count: int, **given: Any) -> dict[str, Any]:
     """A state of so many nodes."""
     return state(*(node(f"http://10.0.0.{n}:23333", unfinished=n % 5, **given) for n in range(1, count + 1)))
+
+
+class ScriptedView:
+    """What `app.store.view` reads from Redis, scripted: for commands that are given --redis-url."""
+
+    def __init__(self, said: dict[str, Any]) -> None:
+        self.said = said
+        self.explained: dict[str, dict[str, Any]] = {}
+        self.told: list[dict[str, Any]] = []
+        self.watched = 0
+        self.failure: EvenhandError | None = None
+        self.places: list[tuple[str, str]] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        if importlib.util.find_spec("app.store.view") is None:  # it comes with another branch
+            module: Any = types.ModuleType("app.store.view")
+            module.over_redis = module.view_over_redis = module.explain_over_redis = None
+            monkeypatch.setitem(sys.modules, "app.store.view", module)
+        by_redis = importlib.import_module("app.terminal.by_redis")
+        monkeypatch.setattr(by_redis, "view_over_redis", self._once)
+        monkeypatch.setattr(by_redis, "explain_over_redis", self._explain_once)
+        monkeypatch.setattr(by_redis, "over_redis", self._over_redis)
+
+    async def state(self) -> dict[str, Any]:
+        if self.failure is not None:
+            raise self.failure
+        return self.said
+
+    async def explain(self, model: str) -> dict[str, Any]:
+        if self.failure is not None:
+            raise self.failure
+        if model not in self.explained:
+            raise ModelNotFound(f"The model {model!r} does not exist.")
+        return self.explained[model]
+
+    async def watch(self) -> None:
+        self.watched += 1
+
+    async def decisions(self, after: str = "") -> list[dict[str, Any]]:
+        return [one for one in self.told if one["id"] > after]
+
+    async def _once(self, redis_url: str, namespace: str) -> dict[str, Any]:
+        self.places.append((redis_url, namespace))
+        return await self.state()
+
+    async def _explain_once(self, redis_url: str, namespace: str, model: str) -> dict[str, Any]:
+        self.places.append((redis_url, namespace))
+        return await self.explain(model)
+
+    @asynccontextmanager
+    async def _over_redis(self, redis_url: str, namespace: str, *, timeout_s: float = 1.0) -> AsyncIterator[Self]:
+        self.places.append((redis_url, namespace))
+        yield self
