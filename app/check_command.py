@@ -196,14 +196,16 @@ def _look_at_redis(report: Report, settings: Any, url: str) -> list[str]:
             server = redis_server.look(client, place, patience_s=settings.redis_timeout_s, silent=silent)
             report.add(redis_server.judge(server))
             report.not_checked += redis_server.not_checked(server)
+            if not server.stores:
+                return []
             space = keyspace.look(client, keys)
             report.add(keyspace.judge(space, keys))
             report.not_checked += keyspace.not_checked(space)
             engine_keys = _engine_keys(client, keys, space)
         state = ByRedis(url, settings.namespace).state()
     except (RedisError, EvenhandError, CommandError, OSError) as e:
-        text = e.message if isinstance(e, EvenhandError) else str(e)
-        report.add([bad("redis.reach", text or type(e).__name__, _how_to_reach(text))])
+        text = _words_of(e)
+        report.add([bad("redis.reach", text, _how_to_reach(text))])
         report.not_checked.append(("what Redis was not asked for any more", "see redis.reach"))
         return []
     report.add(workers.judge(state))
@@ -222,6 +224,12 @@ async def _ask(state: dict[str, Any], engine_keys: dict[str, str], settings: Any
     own = settings.engine_key.get_secret_value() if settings.engine_key is not None else None
     keys = {str(node["url"]): engine_keys.get(node["url"]) or own for node in state["nodes"]}
     return await engines.ask(keys, timeout_s=settings.probe_timeout_s, tls=tls_towards_engines(settings))
+
+
+def _words_of(e: Exception) -> str:
+    """What a failure says; of Redis's own answers with the code that they begin with (WRONGPASS, NOPERM, ...)."""
+    code = getattr(e, "status_code", None)
+    return f"{code} {e}" if code and not str(e).startswith(code) else str(e) or type(e).__name__
 
 
 def _how_to_reach(text: str) -> str:

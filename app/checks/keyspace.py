@@ -66,7 +66,7 @@ def _types(client: Any, keys: Keys) -> tuple[dict[str, str], bool]:
     for first in range(0, len(names), 500):
         with client.pipeline(transaction=False) as pipe:
             for name in names[first : first + 500]:
-                pipe.type(name)
+                pipe.type(name.encode(errors="surrogateescape"))
             types += pipe.execute()
     return {name: kind for name, kind in zip(names, types, strict=True) if kind != "none"}, cursor == 0
 
