@@ -202,11 +202,17 @@ def _look_at_redis(report: Report, settings: Any, url: str) -> list[str]:
             report.add(keyspace.judge(space, keys))
             report.not_checked += keyspace.not_checked(space)
             engine_keys = _engine_keys(client, keys, space)
-        state = ByRedis(url, settings.namespace).state()
-    except (RedisError, EvenhandError, CommandError, OSError) as e:
+    except (RedisError, EvenhandError, OSError) as e:
         text = _words_of(e)
         report.add([bad("redis.reach", text, _how_to_reach(text))])
         report.not_checked.append(("what Redis was not asked for any more", "see redis.reach"))
+        return []
+    try:
+        state = ByRedis(url, settings.namespace).state()
+    except CommandError as e:
+        if not report.tally[Level.BAD]:  # else that is why
+            report.add([bad("nodes.state", str(e), _how_to_reach(str(e)))])
+        report.not_checked.append(("nodes and workers", str(e)))
         return []
     report.add(workers.judge(state))
     report.add(nodes.judge(state, asyncio.run(_ask(state, engine_keys, settings))))

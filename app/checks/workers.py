@@ -16,6 +16,8 @@ SOON_S = 0.9
 
 
 def judge(state: Mapping[str, Any]) -> Iterator[Finding]:
+    if not state["redis"]["up"]:
+        return  # leases are not known
     workers: list[Mapping[str, Any]] = state["workers"]
     alive = [worker for worker in workers if worker["lease_s"] > 0]
     if not alive:

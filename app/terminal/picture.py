@@ -72,7 +72,7 @@ def draw(seen: Seen, *, width: int, height: int | None = None, sort: str = SORTS
     state = seen.state
     top = [*_summary(seen), *([Text(keys, style="dim")] if keys else [])]
     nodes = Section("nodes", _nodes(state, width, sort), "node", least=6, head=_node_head(width))
-    workers = Section("workers", [_worker(worker) for worker in state["workers"]], "worker")
+    workers = Section("workers", [_worker(worker, state["redis"]["up"]) for worker in state["workers"]], "worker")
     encoders = Section("encoders, in the order of the round", _encoders(state["encoders"], width), "line", least=1)
     links = Section("links: prefill down, decode across", _links(state["links"], width), "line", least=4)
     decisions = Section("latest decisions", [_decision(one) for one in seen.decisions], "decision", least=4)
@@ -323,13 +323,15 @@ def sparkline(values: Sequence[float], width: int) -> str:
 # --- the other sections -----------------------------------------------------------------------------
 
 
-def _worker(worker: dict[str, Any]) -> Text:
+def _worker(worker: dict[str, Any], known: bool) -> Text:
+    """`known`: whether Redis is there to say how its lease is."""
     left = worker["lease_s"]
     style = "" if left >= 1 else "bold red" if left <= 0 else "yellow"
     busy = sum(number > 0 for number in worker["nodes"].values())
     return Text.assemble(
-        f"{printable(worker['id'])}  {worker['unfinished']} unfinished on {count(busy, 'node')}  lease ",
-        (f"{left:.1f} s left" if left > 0 else "over", style),
+        f"{printable(worker['id'])}  {worker['unfinished']} unfinished on {count(busy, 'node')}",
+        ("  lease " if known else ""),
+        ("" if not known else f"{left:.1f} s left" if left > 0 else "over", style),
     )
 
 

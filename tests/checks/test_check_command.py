@@ -93,9 +93,12 @@ def test_a_redis_url_in_the_environment_goes_before_a_url_there(
 
 
 def test_a_view_that_fails_is_told(check: Check, deployed: Space, view: ScriptedView) -> None:
-    view.failure = StoreUnavailable("the keys have layout 2")
+    view.failure = StoreUnavailable("Redis did not answer within 2 s")
     checked = check("--redis-url", deployed.url)
-    assert checked.trouble == {"redis.reach": "bad"} and "the keys have layout 2" in checked.of("redis.reach")[0]
+    assert checked.trouble == {"nodes.state": "bad"} and "within 2 s" in checked.of("nodes.state")[0]
+    assert checked.not_checked == ["nodes and workers"]
+    deployed.cli("SET", deployed.key("layout"), "2")
+    assert check("--redis-url", deployed.url).trouble == {"keys.layout": "bad"}
 
 
 def test_variables_that_are_no_setting_are_warned_of(

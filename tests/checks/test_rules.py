@@ -158,6 +158,11 @@ def test_workers_and_their_leases(leases: list[float], trouble: dict[str, str]) 
     assert levels(workers.judge(said)) == trouble
 
 
+def test_while_redis_is_away_no_lease_is_judged() -> None:
+    said = state(workers=[worker("h-1-aa", lease_s=0.0)], redis={"up": False, "reason": "refused"})
+    assert list(workers.judge(said)) == []
+
+
 def test_a_dead_worker_is_named_with_what_it_counts() -> None:
     said = state(workers=[worker("h-1-aa"), worker("h-2-bb", lease_s=-3.0, unfinished=5)])
     assert says(workers.judge(said), "workers.leases") == ["1 lease over, 5 requests counted there: h-2-bb"]

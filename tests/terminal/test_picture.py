@@ -177,8 +177,9 @@ def test_old_data_says_how_old_it_is_and_why() -> None:
 
 
 def test_redis_that_is_away_is_told() -> None:
-    lines = picture(state(redis={"up": False, "reason": "Connection refused"}))
+    lines = picture(state(redis={"up": False, "reason": "Connection refused"}, workers=[worker("w", lease_s=0.0)]))
     assert "Redis away: Connection refused" in lines[0]
+    assert "w  0 unfinished on 0 nodes" in lines  # of leases nothing is known
 
 
 def test_a_decision_tells_each_leg_and_by_which_score() -> None:
