@@ -12,7 +12,7 @@ from typing import Any
 
 from app.checks.finding import Finding, bad, named, ok, warn
 from app.nodes import Breaker, State
-from app.terminal.words import count
+from app.terminal.words import count, reason_of
 
 TOLD = 20
 
@@ -55,13 +55,17 @@ def judge(state: Mapping[str, Any], asked: Mapping[str, str] | None = None) -> I
 
 
 def _trouble(node: Mapping[str, Any], asked: Mapping[str, str] | None) -> Finding | None:
-    url, state, reason = node["url"], node["state"], node["reason"]
+    url, state, reason = node["url"], node["state"], reason_of(node["reason"], node["url"])
     seen = asked.get(url) if asked is not None else None
     says = f"{url} is {state}" + (f": {reason}" if reason else "")
     if state in MEND:
         if seen == ANSWERS:
             return warn("nodes.trouble", f"{says}; it answers this host", "the workers ask it again within seconds")
-        return warn("nodes.trouble", says + (f"; asked from here: {seen}" if seen else ""), MEND[State(state)])
+        return warn(
+            "nodes.trouble",
+            says + (f"; asked from here: {seen}" if seen and seen != reason else ""),
+            MEND[State(state)],
+        )
     if node["breaker"] != Breaker.CLOSED:
         return warn(
             "nodes.trouble",
@@ -133,27 +137,26 @@ def _groups(state: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
 
 
 def _models(state: Mapping[str, Any]) -> Iterator[Finding]:
-    lacking, single = [], []
+    lacking, hoping, single = [], [], []
     for model in _answered_models(state):
         for group in _groups(state):
-            ready = sum(
-                node["state"] == State.READY and node["role"] in group and model in node["models"]
-                for node in state["nodes"]
+            states = Counter(
+                node["state"] for node in state["nodes"] if node["role"] in group and model in node["models"]
             )
-            if not ready:
-                lacking.append(f"{model} ({' or '.join(group)})")
-            elif ready == 1:
+            name = f"{model} ({' or '.join(group)})"
+            if not states[State.READY]:
+                (hoping if states[State.PENDING] else lacking).append(name)
+            elif states[State.READY] == 1:
                 single.append(model)
+    mend = "start an engine that has it, or mend its nodes"
     if lacking:
-        yield bad(
-            "nodes.models",
-            f"models without a ready node: {named(lacking)}",
-            "start an engine that has it, or mend its nodes",
-        )
+        yield bad("nodes.models", f"models without a ready node: {named(lacking)}", mend)
+    if hoping:
+        yield warn("nodes.models", f"models with pending nodes only, used as a last resort: {named(hoping)}", mend)
     if single:
         says = f"served by one node only: {named(dict.fromkeys(single))}"
         yield ok("nodes.models", says, "with a second node nothing would fail when one does")
-    if not lacking and not single:
+    if not lacking and not hoping and not single:
         yield ok("nodes.models", "every model has two ready nodes or more")
 
 

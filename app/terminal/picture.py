@@ -15,7 +15,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from app.terminal.feed import Seen
-from app.terminal.words import count, printable, span
+from app.terminal.words import count, printable, reason_of, span
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -279,7 +279,7 @@ def _node(node: dict[str, Any], c: Columns, part: float) -> Text:
         state, style = f"{'open' if node['breaker'] == 'open' else 'half-open'}", "bold red"
     window = [value for value in node["latency_s"] if value is not None]
     mean = sum(window) / len(window) if window else None
-    reason = printable(node["reason"])
+    reason = printable(reason_of(node["reason"], node["url"]))
     if node["breaker"] != "closed":
         reason = f"breaker {node['breaker'].replace('_', '-')}, {count(node['failures'], 'failure')} in a row {reason}"
     url = printable(node["url"]).removeprefix("http://")

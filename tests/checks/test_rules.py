@@ -74,12 +74,14 @@ def test_models_without_a_ready_node_and_with_one_only() -> None:
         node("http://c", models=["none"], state="down"),
         node("http://d", role="Encode", models=["vision"]),
         node("http://e", role="Encode", models=["vision"]),
+        node("http://f", models=["new"], state="pending"),
     )
     said["nodes"][0]["models"].remove("none")
     found = list(nodes.judge(said))
-    assert levels(found) == {"nodes.models": "bad", "nodes.trouble": "warn"}
+    assert [f.level.value for f in found if f.check == "nodes.models"] == ["bad", "warn", "ok"]
     assert says(found, "nodes.models") == [
         "models without a ready node: none (Hybrid or Decode)",
+        "models with pending nodes only, used as a last resort: new (Hybrid or Decode)",
         "served by one node only: one",
     ]
 
@@ -88,6 +90,7 @@ def test_models_without_a_ready_node_and_with_one_only() -> None:
     ("given", "asked", "text"),
     [
         ({"state": "down", "reason": "refused"}, None, "http://a is down: refused"),
+        ({"state": "down", "reason": "engine http://a: refused"}, "refused", "http://a is down: refused"),
         ({"state": "gone"}, "refused the connection", "http://a is gone; asked from here: refused the connection"),
         ({"state": "pending", "reason": "timeout"}, "", "http://a is pending: timeout; it answers this host"),
         ({"state": "asleep"}, None, "http://a is asleep"),
