@@ -137,7 +137,9 @@ def _groups(state: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
 
 
 def _models(state: Mapping[str, Any]) -> Iterator[Finding]:
-    lacking, hoping, single = [], [], []
+    lacking: list[str] = []
+    hoping: list[str] = []
+    single: list[str] = []
     for model in _answered_models(state):
         for group in _groups(state):
             states = Counter(

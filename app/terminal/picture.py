@@ -140,7 +140,7 @@ def _summary(seen: Seen) -> list[Text]:
         first.append(f"  {_clock(state['time'])}", style="dim")
     second = Text.assemble(
         (f"{ready}/{len(nodes)} nodes ready", "green" if ready == len(nodes) and nodes else "bold red"),
-        f"  {unfinished:,} unfinished  {requests:,} in the last minute  {count(len(state['workers']), 'worker')}",
+        f"  {unfinished:,} unfinished  {requests:,} requests/min  {count(len(state['workers']), 'worker')}",
         f"  {count(len(state['models']), 'model')}",
     )
     lines = [first, second]

@@ -44,7 +44,7 @@ def busy(**given: Any) -> dict[str, Any]:
 
 def test_80_columns() -> None:
     assert picture(busy(time=0.0))[1:] == [
-        "3/4 nodes ready  10 unfinished  120 in the last minute  1 worker  1 model",
+        "3/4 nodes ready  10 unfinished  120 requests/min  1 worker  1 model",
         "",
         "nodes",
         "STATE     ROLE    NODE                       LOAD   UNFIN LATENCY   MEAN_S 1MIN",
