@@ -14,7 +14,7 @@ from typing import Any
 from app.nearest import nearest
 from app.terminal.failures import CommandError, UnknownModel
 from app.terminal.reach import Deployment, Misused, add_redis_options, add_url_options, reached
-from app.terminal.words import columns, count, printable
+from app.terminal.words import columns, count, printable, reason_of
 
 EXAMPLE = """\
 example:
@@ -87,7 +87,7 @@ def told(document: dict[str, Any]) -> Iterator[str]:
             yield "  nobody: a request would get a 503"
         if choice["passed_over"]:
             yield "  passed over:"
-            rows = [(one["node"], one["why"]) for one in choice["passed_over"]]
+            rows = [(one["node"], reason_of(one["why"], one["node"])) for one in choice["passed_over"]]
             yield from (f"    {line}" for line in columns(rows))
 
 

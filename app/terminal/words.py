@@ -36,7 +36,7 @@ def count(number: int, noun: str) -> str:
 
 def reason_of(reason: str, url: str) -> str:
     """What is wrong with a node, without its own address, which stands beside it."""
-    return reason.removeprefix(f"engine {url}").strip(" :")
+    return reason.replace(f"engine {url} ", "").removeprefix(f"engine {url}").strip(" :")
 
 
 def span(seconds: float) -> str:

@@ -19,7 +19,7 @@ def test_candidates_come_with_chance_and_score_the_likeliest_first() -> None:
         candidate("http://b:1", score=1.0, chance=0.5, unfinished=1, role="Decode", speed=1.0, given_speed=None),
         candidate("http://c:1", score=None, chance=0.5),
     )
-    document["choices"][0]["passed_over"] = [{"node": "http://d:1", "why": "down: refused\x1b[2J"}]
+    document["choices"][0]["passed_over"] = [{"node": "http://d:1", "why": "it is down: engine http://d:1 refused\x1b[2J"}]
     assert list(told(document)) == [
         "model m, strategy min_expected_latency",
         "Least unfinished / speed; ties by chance.",
@@ -30,7 +30,7 @@ def test_candidates_come_with_chance_and_score_the_likeliest_first() -> None:
         "   50.0%      -  http://c:1  Hybrid           0      1          -",
         "      0%    1.5  http://a:1  Hybrid           3      2      0.250",
         "  passed over:",
-        "    http://d:1  down: refused?[2J",
+        "    http://d:1  it is down: refused?[2J",
     ]
 
 
