@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from app.checks.finding import Finding, Level, bad, warn
-from app.terminal.failures import CommandError
+from app.terminal.failures import CommandError, readable
 from app.terminal.reach import (
     REDIS_VARIABLE,
     URL_VARIABLE,
@@ -113,6 +113,8 @@ def _over_http(args: argparse.Namespace) -> Report:
         return report
     try:
         state = deployment.state()
+        with readable(deployment.name):
+            found = [*over_http.judge(state), *workers.judge(state), *nodes.judge(state)]
     except CommandError as e:
         report.add(
             [
@@ -121,7 +123,7 @@ def _over_http(args: argparse.Namespace) -> Report:
             ]
         )
     else:
-        report.add([*over_http.judge(state), *workers.judge(state), *nodes.judge(state)])
+        report.add(found)
     report.not_checked = [(what, "needs --redis-url") for what in over_http.NEEDS_REDIS]
     return report
 

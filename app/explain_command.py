@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from app.nearest import nearest
-from app.terminal.failures import CommandError, UnknownModel
+from app.terminal.failures import CommandError, UnknownModel, readable
 from app.terminal.reach import Deployment, Misused, add_redis_options, add_url_options, reached
 from app.terminal.words import columns, count, printable, reason_of
 
@@ -40,13 +40,15 @@ def run(args: argparse.Namespace) -> int:
     try:
         deployment = reached(args)
         document = _ask(deployment, args.model)
+        with readable(deployment.name):
+            lines = list(told(document))
     except (CommandError, Misused) as e:
         print(f"evenhand explain: {e}", file=sys.stderr)
         return 2 if isinstance(e, Misused) else 1
     if args.json:
         print(json.dumps(document, indent=2, ensure_ascii=False))
     else:
-        print("\n".join(told(document)))
+        print("\n".join(lines))
     return 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from typing import Any
 from urllib.parse import urlencode
@@ -15,7 +16,7 @@ from urllib.parse import urlencode
 from app.errors import BadRequest
 from app.nodes import Role, normalise_url, parse_role, parse_speed
 from app.terminal.failures import CommandError
-from app.terminal.reach import Misused, add_redis_options, add_url_options, by_url, reached
+from app.terminal.reach import REDIS_VARIABLE, Misused, add_redis_options, add_url_options, by_url, reached
 from app.terminal.words import columns, printable
 
 HEAD = ("URL", "ROLE", "STATE", "UNFINISHED", "LATENCY_S", "SPEED", "MODELS", "REASON")
@@ -85,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _call(args: argparse.Namespace) -> Any:
     if args.verb == "list":
-        return reached(args).nodes(gone=args.all)
+        # The variable alone changes nothing: scripts read what `/nodes/status` has and the view of Redis has not.
+        environ = {name: value for name, value in os.environ.items() if name != REDIS_VARIABLE}
+        return reached(args, environ).nodes(gone=args.all)
     if args.redis_url:
         raise Misused("--redis-url is for `nodes list`; nodes are changed over HTTP: --url")
     deployment = by_url(args)

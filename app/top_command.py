@@ -19,7 +19,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from app.terminal.failures import CommandError
+from app.terminal.failures import CommandError, readable
 from app.terminal.feed import Feed, Seen
 from app.terminal.keyboard import keyboard
 from app.terminal.picture import SORTS, draw
@@ -76,7 +76,10 @@ def run(args: argparse.Namespace) -> int:
 def once(deployment: Deployment) -> None:
     """One picture, as long as it is."""
     console = Console(highlight=False)
-    for line in draw(Seen(deployment.state()), width=console.width):
+    state = deployment.state()
+    with readable(deployment.name):
+        lines = draw(Seen(state), width=console.width)
+    for line in lines:
         console.print(line, no_wrap=True, overflow="ignore", crop=False)
 
 

@@ -70,6 +70,12 @@ def test_over_http_an_older_deployment_still_tells_of_its_roles(check: Check, de
     assert checked.of("http.health") == ["Hybrid: 1 ready"]
 
 
+def test_over_http_a_state_of_another_version(check: Check, deployment: Scripted) -> None:
+    deployment.state["nodes"] = [{"url": "http://a"}]
+    checked = check("--url", deployment.url)
+    assert checked.trouble == {"http.state": "bad"} and "another version" in checked.of("http.state")[0]
+
+
 @pytest.mark.parametrize("way", ["not there", "refused"])
 def test_over_http_a_deployment_that_is_not_reached(check: Check, deployment: Scripted, way: str) -> None:
     if way == "refused":

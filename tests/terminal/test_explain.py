@@ -19,7 +19,9 @@ def test_candidates_come_with_chance_and_score_the_likeliest_first() -> None:
         candidate("http://b:1", score=1.0, chance=0.5, unfinished=1, role="Decode", speed=1.0, given_speed=None),
         candidate("http://c:1", score=None, chance=0.5),
     )
-    document["choices"][0]["passed_over"] = [{"node": "http://d:1", "why": "it is down: engine http://d:1 refused\x1b[2J"}]
+    document["choices"][0]["passed_over"] = [
+        {"node": "http://d:1", "why": "it is down: engine http://d:1 refused\x1b[2J"}
+    ]
     assert list(told(document)) == [
         "model m, strategy min_expected_latency",
         "Least unfinished / speed; ties by chance.",

@@ -41,10 +41,26 @@ def test_a_flag_wins_over_variables_and_a_url_over_a_redis_url(
     values = {"EVENHAND_URL": deployment.url, "EVENHAND_REDIS_URL": REDIS}
     for name in variables.split():
         monkeypatch.setenv(name, values[name])
-    deployment.nodes = {HTTP: {"role": 1, "state": "ready"}}
-    assert run("nodes", "list", *flags.format(url=deployment.url, redis=REDIS).split()) == 0
-    listed = capsys.readouterr().out
-    assert {HTTP: HTTP in listed, IN_REDIS: IN_REDIS in listed} == {HTTP: where == HTTP, IN_REDIS: where == IN_REDIS}
+    assert run("top", "--once", *flags.format(url=deployment.url, redis=REDIS).split()) == 0
+    drawn = capsys.readouterr().out
+    assert {node for node in (HTTP, IN_REDIS) if node.removeprefix("http://") in drawn} == {where}
+
+
+def test_nodes_are_listed_from_redis_by_the_flag_only(
+    run: Run,
+    deployment: Scripted,
+    view: ScriptedView,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Scripts that run where `serve` does have the variable, and read fields that only HTTP has."""
+    monkeypatch.setenv("EVENHAND_REDIS_URL", REDIS)
+    monkeypatch.setattr("app.terminal.reach.DEFAULT_URL", deployment.url)
+    deployment.nodes = {HTTP: {"role": 1, "state": "ready", "static": True}}
+    assert run("nodes", "list", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == deployment.nodes
+    assert run("nodes", "list", "--json", "--redis-url", REDIS) == 0
+    assert list(json.loads(capsys.readouterr().out)) == [IN_REDIS]
 
 
 @pytest.mark.parametrize("command", ["nodes list", "top --once", "explain --model m", "check"])
@@ -157,3 +173,14 @@ def test_something_else_at_the_address_is_one_line(
     assert run(*command.split(), "--url", deployment.url) == 1
     err = capsys.readouterr().err
     assert "did not answer as Evenhand does" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["top --once", "explain --model m"])
+def test_a_document_of_another_version_is_one_line(
+    run: Run, deployment: Scripted, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    deployment.state["nodes"] = [{"url": "http://a"}]
+    deployment.explained = {"m": {"choices": [{}]}}
+    assert run(*command.split(), "--url", deployment.url) == 1
+    err = capsys.readouterr().err
+    assert "its answer can't be read" in err and err.count("\n") == 1
