@@ -1,7 +1,7 @@
 """`evenhand check`: looks at a deployment and its host, says what is wrong and how to mend it.
 
-Owns the order of the looks, what becomes of one that fails, and how findings are shown. What is looked at, and what
-is right, is in `app.checks`.
+Owns the options, the order of the looks and what becomes of one that fails. What is looked at, and what is right, is in
+`app.checks`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import json
 import os
 import stat
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator
 from typing import Any
 
-from app.checks.finding import Finding, Level, bad, warn
+from app.checks.finding import Level, bad, warn
+from app.checks.report import Report, document_of, told
 from app.terminal.failures import CommandError, readable
 from app.terminal.reach import (
     REDIS_VARIABLE,
@@ -27,7 +26,6 @@ from app.terminal.reach import (
     by_url,
     redis_named,
 )
-from app.terminal.words import count, paint, printable
 
 EXAMPLE = """\
 example:
@@ -40,26 +38,6 @@ ok: it is well. warn: it works, and will not in some case that is to be expected
 Ends with 0 when nothing is bad, else with 1.
 """
 CONNECT_S = 2.0
-COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.BAD: "red"}
-
-
-class Report:
-    """What was found, and what could not be looked at and why."""
-
-    def __init__(self, deployment: str) -> None:
-        self.deployment = deployment
-        self.findings: list[Finding] = []
-        self.not_checked: list[tuple[str, str]] = []
-
-    def __repr__(self) -> str:
-        return f"<Report {dict(self.tally)}>"
-
-    def add(self, findings: Iterable[Finding]) -> None:
-        self.findings += findings
-
-    @property
-    def tally(self) -> Counter[Level]:
-        return Counter(finding.level for finding in self.findings)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"evenhand check: {e}", file=sys.stderr)
         return 2
     if args.json:
-        print(json.dumps(_document(report), indent=2, ensure_ascii=False))
+        print(json.dumps(document_of(report), indent=2, ensure_ascii=False))
     else:
         print("\n".join(told(report, colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))))
     return 1 if report.tally[Level.BAD] else 0
@@ -252,44 +230,3 @@ def _how_to_reach(text: str) -> str:
     if "MOVED" in text:
         return "this is a node of a cluster: --redis-url redis+cluster://HOST:PORT,HOST:PORT"
     return "start it, or name another: --redis-url (EVENHAND_REDIS_URL)"
-
-
-# --- showing ----------------------------------------------------------------------------------------
-
-
-def told(report: Report, *, colour: bool = False) -> Iterator[str]:
-    """The findings in lines, part by part."""
-    yield printable(report.deployment)
-    part = ""
-    width = max((len(f.check.partition(".")[2]) for f in report.findings), default=0)
-    for finding in report.findings:
-        now, _, what = finding.check.partition(".")
-        if now != part:
-            part = now
-            yield ""
-            yield part
-        level = finding.level.value.ljust(4)
-        level = paint(level, COLOURS[finding.level]) if colour else level
-        yield f"  {level}  {what.ljust(width)}  {printable(finding.says)}"
-        if finding.mend:
-            yield f"        {' ' * width}  -> {printable(finding.mend)}"
-    if report.not_checked:
-        yield ""
-        yield "not looked at"
-        yield from (f"  {printable(what)} ({printable(why)})" for what, why in report.not_checked)
-    yield ""
-    tally = report.tally
-    yield f"{count(tally[Level.BAD], 'thing')} bad, {count(tally[Level.WARN], 'warning')}, {tally[Level.OK]} ok"
-
-
-def _document(report: Report) -> dict[str, Any]:
-    tally = report.tally
-    return {
-        "deployment": report.deployment,
-        "findings": [
-            {"check": f.check, "level": f.level.value, "says": printable(f.says), "mend": printable(f.mend)}
-            for f in report.findings
-        ],
-        "not_checked": [{"what": what, "why": why} for what, why in report.not_checked],
-        **{level.value: tally[level] for level in Level},
-    }

@@ -22,7 +22,8 @@ from rich.text import Text
 from app.terminal.failures import CommandError, readable
 from app.terminal.feed import Feed, Seen
 from app.terminal.keyboard import keyboard
-from app.terminal.picture import SORTS, draw
+from app.terminal.node_table import SORTS
+from app.terminal.picture import draw
 from app.terminal.reach import Deployment, Misused, add_redis_options, add_url_options, reached
 
 EXAMPLE = """\

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from app import cli
-from app.check_command import Report, told
 from app.checks.finding import bad, ok, warn
+from app.checks.report import Report, told
 from app.errors import StoreUnavailable
 from tests.checks.conftest import Check
 from tests.support.contract import Scripted, ScriptedView, node, state

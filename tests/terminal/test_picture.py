@@ -8,7 +8,8 @@ import pytest
 from rich.cells import cell_len
 
 from app.terminal.feed import Seen
-from app.terminal.picture import bar, draw, loads_of, sparkline
+from app.terminal.node_table import bar, loads_of, sparkline
+from app.terminal.picture import draw
 from tests.support.contract import decision, many, node, state, worker
 
 
