@@ -17,13 +17,12 @@ from collections.abc import Iterator
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.text import Text
 
 from app.terminal.failures import CommandError, readable
 from app.terminal.feed import Feed, Seen
 from app.terminal.keyboard import keyboard
 from app.terminal.node_table import SORTS
-from app.terminal.picture import draw
+from app.terminal.picture import OLD_S, draw
 from app.terminal.reach import Deployment, Misused, add_redis_options, add_url_options, reached
 
 EXAMPLE = """\
@@ -101,7 +100,7 @@ def live(deployment: Deployment, interval_s: float) -> None:
                 now_s = time.monotonic()
                 if now_s - drawn_at_s >= interval_s or console.size != size:
                     drawn_at_s, size = now_s, console.size
-                    show.update(_picture(feed.seen, console, SORTS[sort]), refresh=True)
+                    show.update(_picture(feed.seen, console, SORTS[sort], OLD_S + 2 * interval_s), refresh=True)
                 key = keys.key(min(TICK_S, interval_s))
                 if key == "q":
                     return
@@ -111,10 +110,10 @@ def live(deployment: Deployment, interval_s: float) -> None:
         feed.close()
 
 
-def _picture(seen: Seen, console: Console, sort: str) -> Group:
+def _picture(seen: Seen, console: Console, sort: str, old_after_s: float) -> Group:
     keys = f"q quits  s sorts: {sort}"
-    lines: list[Text] = draw(seen, width=console.width, height=console.height, sort=sort, keys=keys)
-    return Group(*lines)
+    size = {"width": console.width, "height": console.height}
+    return Group(*draw(seen, sort=sort, keys=keys, old_after_s=old_after_s, **size))
 
 
 @contextlib.contextmanager

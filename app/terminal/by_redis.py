@@ -13,9 +13,11 @@ from typing import Any
 from app.errors import EvenhandError, ModelNotFound
 from app.nodes import Role, State
 from app.redis_url import RedisPlace
-from app.store.view import explain_over_redis, over_redis, view_over_redis
+from app.store.view import View, explain_over_redis, over_redis, view_over_redis
 from app.terminal.failures import CommandError, UnknownModel
 from app.terminal.words import printable
+
+WATCH_EVERY_S = 1.0
 
 
 class ByRedis:
@@ -68,7 +70,7 @@ class ByRedis:
                     if new:
                         seen = new[-1]["id"]
                         yield "decisions", new
-                    runner.run(asyncio.sleep(interval_s))
+                    runner.run(_pause(view, interval_s))
             finally:
                 runner.run(context.__aexit__(None, None, None))
 
@@ -80,6 +82,16 @@ class ByRedis:
             raise UnknownModel(printable(e.message)) from e
         except EvenhandError as e:
             raise CommandError(f"{self.name}: {printable(e.message)}") from e
+
+
+async def _pause(view: View, seconds: float) -> None:
+    """Workers tell of decisions for a few seconds after somebody said that he looks: he says it all along."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    while (left := until - loop.time()) > WATCH_EVERY_S:
+        await asyncio.sleep(WATCH_EVERY_S)
+        await view.watch()
+    await asyncio.sleep(left)
 
 
 def place_name(place: RedisPlace, namespace: str) -> str:

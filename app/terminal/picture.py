@@ -19,7 +19,7 @@ from app.terminal.node_table import SORTS, node_head, node_lines, sized
 from app.terminal.words import count, printable, span
 
 OLD_S = 3.0
-"""A state comes each second: an older one is no longer the present."""
+"""Where a state comes each second: an older one is no longer the present."""
 LINK_MARKS = {
     "connected": ("●", "green"),
     "connecting": ("◐", "yellow"),
@@ -54,11 +54,22 @@ class Section:
         return drawn
 
 
-def draw(seen: Seen, *, width: int, height: int | None = None, sort: str = SORTS[0], keys: str = "") -> list[Text]:
+def draw(
+    seen: Seen,
+    *,
+    width: int,
+    height: int | None = None,
+    sort: str = SORTS[0],
+    keys: str = "",
+    old_after_s: float = OLD_S,
+) -> list[Text]:
     """The lines of the picture, none longer than `width`; at most `height` of them where that is given."""
     width = max(width, 40)
     state = seen.state
-    top = [*_summary(seen), *([Text(keys, style="dim")] if keys else [])]
+    top = [
+        *_summary(seen, bool(seen.trouble) or seen.age_s > old_after_s),
+        *([Text(keys, style="dim")] if keys else []),
+    ]
     nodes = Section("nodes", node_lines(state, width, sort), "node", least=6, head=node_head(width))
     workers = Section("workers", [_worker(worker, state["redis"]["up"]) for worker in state["workers"]], "worker")
     encoders = Section("encoders, in the order of the round", _encoders(state["encoders"], width), "line", least=1)
@@ -112,7 +123,7 @@ def _give_least(sections: Sequence[Section], room: int) -> int:
 # --- the first lines --------------------------------------------------------------------------------
 
 
-def _summary(seen: Seen) -> list[Text]:
+def _summary(seen: Seen, old: bool) -> list[Text]:
     state = seen.state
     nodes = state["nodes"]
     ready = sum(node["state"] == "ready" for node in nodes)
@@ -124,7 +135,7 @@ def _summary(seen: Seen) -> list[Text]:
         first.append("up", style="green")
     else:
         first.append(f"away: {printable(state['redis']['reason'])}", style="bold red")
-    if not seen.trouble and seen.age_s <= OLD_S:
+    if not old:
         first.append(f"  {_clock(state['time'])}", style="dim")
     second = Text.assemble(
         (f"{ready}/{len(nodes)} nodes ready", "green" if ready == len(nodes) and nodes else "bold red"),
@@ -132,7 +143,7 @@ def _summary(seen: Seen) -> list[Text]:
         f"  {count(len(state['models']), 'model')}",
     )
     lines = [first, second]
-    if seen.trouble or seen.age_s > OLD_S:
+    if old:
         why = printable(seen.trouble) or "nothing comes"
         lines.insert(0, Text(f"{span(seen.age_s)} old: {why}; it is tried again", style="bold red"))
     return lines

@@ -235,13 +235,14 @@ class ScriptedView:
         self.said = said
         self.explained: dict[str, dict[str, Any]] = {}
         self.told: list[dict[str, Any]] = []
-        self.watched = 0
+        self.watched = self.looked = 0
         self.failure: EvenhandError | None = None
         self.places: list[tuple[str, str]] = []
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         if importlib.util.find_spec("app.store.view") is None:  # it comes with another branch
             module: Any = types.ModuleType("app.store.view")
+            module.View = object
             module.over_redis = module.view_over_redis = module.explain_over_redis = None
             monkeypatch.setitem(sys.modules, "app.store.view", module)
         by_redis = importlib.import_module("app.terminal.by_redis")
@@ -250,6 +251,7 @@ class ScriptedView:
         monkeypatch.setattr(by_redis, "over_redis", self._over_redis)
 
     async def state(self) -> dict[str, Any]:
+        self.looked += 1
         if self.failure is not None:
             raise self.failure
         return self.said

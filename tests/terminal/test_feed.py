@@ -76,6 +76,18 @@ def test_from_redis_it_looks_again_and_again_and_says_that_it_watches(view: Scri
     eventually(lambda: [one["id"] for one in from_redis.seen.decisions] == ["1002-0", "1001-0"])
 
 
+def test_from_redis_it_says_that_it_watches_more_often_than_it_looks(
+    view: ScriptedView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.terminal.by_redis.WATCH_EVERY_S", 0.02)
+    feed = Feed(ByRedis("redis://r", "default"), 0.5)
+    feed.start()
+    try:
+        eventually(lambda: view.watched > 10 and view.looked <= 3)
+    finally:
+        feed.close()
+
+
 def test_from_redis_it_goes_on_after_an_outage(view: ScriptedView, from_redis: Feed) -> None:
     from_redis.start()
     view.failure = StoreUnavailable("Connection refused")

@@ -177,6 +177,11 @@ def test_old_data_says_how_old_it_is_and_why() -> None:
     assert picture(state(), age_s=200.0)[0] == "3 min old: nothing comes; it is tried again"
 
 
+def test_who_looks_seldom_is_not_told_that_it_is_old() -> None:
+    (first, *_) = draw(Seen(state(), age_s=12.0), width=80, old_after_s=20.0)
+    assert first.plain.startswith("Evenhand")
+
+
 def test_redis_that_is_away_is_told() -> None:
     lines = picture(state(redis={"up": False, "reason": "Connection refused"}, workers=[worker("w", lease_s=0.0)]))
     assert "Redis away: Connection refused" in lines[0]
