@@ -355,7 +355,7 @@ def test_the_greetings_commands_have_what_they_need(flags: dict[str, Any], optio
     settings = Settings.load({"redis_url": "redis://r", **flags})
     text = greeting("http://127.0.0.1:8000", settings, [], None, embedded=False)
     assert f"nodes add http://HOST:PORT{options}    #" in text and f"nodes list{options}\n" in text
-    assert f"app.cli top{options}\n" in text or f"evenhand top{options}\n" in text
+    assert f" top{options}\n" in text
     assert "--role" not in text and "hush" not in text
 
 
