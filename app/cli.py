@@ -1,4 +1,4 @@
-"""The command `evenhand`: `serve`, `nodes ...`, `engine`.
+"""The command `evenhand`: `serve`, `nodes ...`, `top`, `explain`, `check`, `engine`.
 
 Owns the choice of the command and the exit codes: 0 done, 1 failed, 2 used wrongly, with one line on stderr that
 says what is wrong. Each command is a module with `add_arguments(parser)` and `run(args)`, loaded only when it is
@@ -27,6 +27,20 @@ COMMANDS = {
         "between its items.",
     ),
     "nodes": ("list, add, remove or drain the nodes of a running deployment", "Manage the nodes of a deployment."),
+    "top": (
+        "watch a running deployment in the terminal",
+        "Watch a running deployment: its nodes, workers, encoders, links and the latest decisions. "
+        "q ends it, s sorts the nodes another way.",
+    ),
+    "explain": (
+        "what the next decision for a model would weigh",
+        "Say what the next decision for a model would weigh: the candidates with their scores, who is passed over and "
+        "why, and the rule.",
+    ),
+    "check": (
+        "look at a deployment, say what is wrong and how to mend it",
+        "Look at a deployment, its Redis, its nodes and this host; say what is wrong and how to mend it.",
+    ),
     "engine": (
         "a simulated engine that streams",
         "A simulated engine: OpenAI-compatible, without a model. For trying out and for tests.",
@@ -69,6 +83,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def load(command: str) -> tuple[AddArguments, Run]:
+    # Each by its own import: so the import rules see it.
     if command == "serve":
         from app import serve_command
 
@@ -77,6 +92,18 @@ def load(command: str) -> tuple[AddArguments, Run]:
         from app import nodes_command
 
         return nodes_command.add_arguments, nodes_command.run
+    if command == "top":
+        from app import top_command
+
+        return top_command.add_arguments, top_command.run
+    if command == "explain":
+        from app import explain_command
+
+        return explain_command.add_arguments, explain_command.run
+    if command == "check":
+        from app import check_command
+
+        return check_command.add_arguments, check_command.run
     from workers import engine
 
     return engine.add_arguments, engine.run

@@ -83,7 +83,7 @@ def test_flags_of_serve_become_settings() -> None:
         ("--versoin serve", "evenhand: unknown: --versoin; did you mean --version?"),
         ("--bogus", "evenhand: unknown: --bogus"),
         ("sevre --workers 2", "evenhand: unknown command: sevre; did you mean serve?"),
-        ("status", "evenhand: unknown command: status; there are serve, nodes, engine"),
+        ("status", "evenhand: unknown command: status; there are serve, nodes, top, explain, check, engine"),
         ("nodes lst", "evenhand nodes: unknown verb: lst; did you mean list?"),
         ("nodes destroy http://a", "evenhand nodes: unknown verb: destroy; there are list, add, remove, drain"),
         ("nodes add http://a --modles m", "evenhand nodes: unknown: --modles m; did you mean --models?"),
@@ -355,6 +355,7 @@ def test_the_greetings_commands_have_what_they_need(flags: dict[str, Any], optio
     settings = Settings.load({"redis_url": "redis://r", **flags})
     text = greeting("http://127.0.0.1:8000", settings, [], None, embedded=False)
     assert f"nodes add http://HOST:PORT{options}    #" in text and f"nodes list{options}\n" in text
+    assert f" top{options}\n" in text
     assert "--role" not in text and "hush" not in text
 
 
