@@ -426,7 +426,8 @@ def _nodes_explain() -> Schema:
         "nodesExplain",
         ok=_answer("The candidates as they stand now, and who is passed over.", _json(_ref("Explanation"))),
         errors=("400", "401", "403", "404"),
-        description=f"Nothing is counted and no node is asked. While Redis is away by this worker's own counts. {_READERS}",
+        description="Nothing is counted and no node is asked. While Redis is away by this worker's own counts. "
+        f"{_READERS}",
         security=_ADMIN,
         parameters=[
             {
@@ -447,8 +448,8 @@ def _state() -> Schema:
         "state",
         ok=_answer("All nodes and workers with their counts.", _json(_ref("State"))),
         errors=("401", "403"),
-        description="The same whichever worker answers; while Redis is away the last known nodes with this worker's own "
-        f"counts. {_READERS}",
+        description="The same whichever worker answers; while Redis is away the last known nodes with this worker's "
+        f"own counts. {_READERS}",
         security=_ADMIN,
     )
 
@@ -464,8 +465,8 @@ def _events() -> Schema:
             {"text/event-stream": {"schema": {"type": "string"}}},
         ),
         errors=("401", "403", "503"),
-        description="Decisions are shared while somebody looks, up to 5 requests a second of each worker. A viewer that "
-        "is behind gets the newest state only. 503 where 50 look at this worker already, or where it stops. "
+        description="Decisions are shared while somebody looks, up to 5 requests a second of each worker. A viewer "
+        "that is behind gets the newest state only. 503 where 50 look at this worker already, or where it stops. "
         f"{_READERS}",
         security=_ADMIN,
     )

@@ -310,7 +310,8 @@ async def test_a_late_answer_of_a_removed_node_leaves_no_window_behind(redis: Sp
         worker.ledger.latencies.note()
         await worker.take_nothing()
         assert totals(redis) == {}
-        assert set(redis.key_names()) - {"requests"} == {"layout", "version", "workers", "sessions"}
+        figures = {"requests", "dispatched", "arrangement"}
+        assert set(redis.key_names()) - figures == {"layout", "version", "workers", "sessions"}
 
 
 @pytest.mark.parametrize("strategy", ["min_expected_latency", "min_observed_latency"])
@@ -513,8 +514,10 @@ async def test_leaving_gives_back_at_once_on_a_server_that_never_saw_the_script(
         await worker.add_ready(A)
         await worker.take(3)
         assert totals(own_redis) == {A: 3}
-    assert own_redis.key_names() == sorted(["layout", "nodes", "version", f"node:{A}", "requests"])
-    assert 0 < own_redis.cli("TTL", own_redis.key("requests")) <= 10, "it was in the window, and goes with it"
+    stay = ["arrangement", "layout", "nodes", "version", f"node:{A}"]
+    assert own_redis.key_names() == sorted([*stay, "requests", "dispatched"])
+    for name, window_s in (("requests", 10), ("dispatched", 60)):
+        assert 0 < own_redis.cli("TTL", own_redis.key(name)) <= window_s, "it was in the window, and goes with it"
 
 
 async def test_an_acquire_raises_what_the_selection_raises_and_counts_nothing(redis: Space) -> None:
