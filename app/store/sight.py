@@ -69,8 +69,10 @@ class Sight:
             Weighed(url, score if score is None or math.isfinite(score) else None, count, speed, mean)
             for url, score, count, speed, mean in zip(pool.urls, scores, unfinished, pool.speeds, means, strict=True)
         ]
-        seen.sort(key=lambda one: (one.node != chosen, one.score is None, one.score or 0.0))
-        kept = sorted(seen[:KEPT], key=lambda one: (one.score is None, one.score or 0.0))
+        seen.sort(key=lambda one: (one.score is None, one.score or 0.0))
+        kept = seen[:KEPT]
+        if all(one.node != chosen for one in kept):
+            kept[-1] = next(one for one in seen if one.node == chosen)
         return kept, len(seen) - len(kept)
 
 
