@@ -692,15 +692,16 @@ def _documents() -> Schema:
     ratio: Schema = {"type": "number", "minimum": 0, "maximum": 1}
     role: Schema = {"type": "string", "enum": [role.name for role in Role]}
     stage: Schema = {"type": "string", "enum": ["request", "prefill", "decode", "encode"]}
-    strategies: Schema = {"type": "string", "enum": sorted(POLICIES), "nullable": True}
+    # An enum must name null too.
+    strategies: Schema = {"type": "string", "enum": [*sorted(POLICIES), None], "nullable": True}
     seen = whole(node=text, score=score, unfinished=count, speed=speed, mean_latency_s=perhaps(seconds))
     return {
         "State": whole(
             time=instant,
             version=text,
             strategy=strategies,
-            encoder_policy={"type": "string", "enum": sorted(ENCODER_POLICIES), "nullable": True},
-            serving={"type": "string", "enum": ["Hybrid", "DistServe"], "nullable": True},
+            encoder_policy={"type": "string", "enum": [*sorted(ENCODER_POLICIES), None], "nullable": True},
+            serving={"type": "string", "enum": ["Hybrid", "DistServe", None], "nullable": True},
             redis=whole(up={"type": "boolean"}, reason=perhaps(text)),
             registry_version=count,
             models=listed(text),

@@ -260,7 +260,7 @@ def state_of(standing: Standing) -> Json:
         "registry_version": overview.version,
         "models": Snapshot(overview.version, nodes).models(),
         "nodes": [_node(node, standing, of_role[node.role]) for node in nodes.values()],
-        "workers": [_worker(worker, ends_ms, standing) for worker, ends_ms in overview.workers.items()],
+        "workers": [_worker(worker, ends_ms, standing) for worker, ends_ms in sorted(overview.workers.items())],
         "encoders": _encoders(standing),
         "links": [
             {"prefill": prefill, "decode": decode, "state": state}

@@ -1,4 +1,4 @@
-"""Decisions in sight: what a request saw when it was decided, exactly, and what that costs those whom nobody watches."""
+"""Decisions in sight: what a request saw when it was decided, exactly, and what that costs whom nobody watches."""
 
 from __future__ import annotations
 
