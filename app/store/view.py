@@ -153,9 +153,17 @@ class View:
         except TimeoutError as e:
             raise StoreUnavailable(f"Redis did not answer within {WITHIN_S:g} s") from e
 
+    async def _catch_up(self) -> None:
+        """See the registry as it is now; it is read only where it has changed, as a fleet may be large."""
+        registry, key = self._registry, self._keys.version
+        (found,) = await registry.guarded(lambda: registry.redis.mget([key]))
+        version = number(found)
+        if not version or version != registry.snapshot.version:
+            await registry.refresh()
+
     async def _read(self) -> Standing:
         registry, keys = self._registry, self._keys
-        await registry.refresh()
+        await self._catch_up()
 
         async def read() -> Standing:
             snapshot = registry.snapshot
@@ -192,7 +200,7 @@ class View:
 
     async def _read_counts(self) -> tuple[Arrangement | None, Counts]:
         registry, keys = self._registry, self._keys
-        await registry.refresh()
+        await self._catch_up()
 
         async def read() -> tuple[Arrangement | None, Counts]:
             async with registry.redis.pipeline(transaction=True) as pipe:
