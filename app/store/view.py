@@ -157,7 +157,7 @@ class View:
         """See the registry as it is now; it is read only where it has changed, as a fleet may be large."""
         registry, key = self._registry, self._keys.version
         (found,) = await registry.guarded(lambda: registry.redis.mget([key]))
-        version = number(found)
+        version = number(str(found))
         if not version or version != registry.snapshot.version:
             await registry.refresh()
 

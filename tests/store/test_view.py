@@ -234,6 +234,19 @@ async def test_what_is_explained_is_what_happens(redis: Space, strategy: str) ->
         give_back(held)
 
 
+async def test_a_node_that_was_explored_in_vain_has_one_chance_in_ten(redis: Space) -> None:
+    async with Worker(redis.url, redis.namespace, "w1", strategy="min_observed_latency") as worker:
+        await worker.add_ready(A)
+        await worker.add_ready(B)
+        redis.cli("HSET", redis.key("latency_mean"), A, "0.25")
+        found = await worker.view.explain("m")
+        assert chances(found, *HYBRID) == pytest.approx({A: 0.0, B: 1.0}), "it is tried at once"
+        redis.cli("HSET", redis.key("explored"), B, 1)
+        found = await worker.view.explain("m")
+        assert chances(found, *HYBRID) == pytest.approx({A: 0.9, B: 0.1})
+        assert [one["score"] for one in found["choices"][0]["candidates"]] == [0.25, None]
+
+
 async def test_whom_it_passes_over_and_why(redis: Space) -> None:
     async with Worker(redis.url, redis.namespace, "w1") as worker:
         registry = worker.registry
