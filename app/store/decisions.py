@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from app.journey import Journey, Try
-from app.metrics.figures import Served
+from app.metrics.figures import Served, text_of
 from app.store.keys import Keys
 from app.store.ledger import Ledger
 from app.store.registry import Registry
@@ -34,22 +34,24 @@ class Decisions:
         return f"<Decisions watched={self._ledger.watched}>"
 
     def note(self, ended: list[Served]) -> None:
-        """Of requests that are over, those that are watched."""
+        """Of requests that are over, those that are watched and were to be given to a node."""
         for served in ended:
             journey = served.journey
-            if journey is not None and journey.watched:
+            if journey is None or not journey.watched:
+                continue
+            if journey.tries or served.outcome == "no_node":
                 text = msgspec.json.encode(document(served, journey, self._ledger.worker))
                 self._ledger.note("XADD", self._key, "MAXLEN", KEPT, "*", "decision", text)
                 self._ledger.note("EXPIRE", self._key, GONE_AFTER_S)
 
 
 def document(served: Served, journey: Journey, worker: str) -> dict[str, Any]:
-    """A decision without `id` and `time`, which the stream gives to it."""
+    """A decision without `id` and `time`, which the stream gives to it. What clients choose is cut to a length."""
     return {
-        "request": served.request.decode("latin-1"),
+        "request": text_of(served.request.decode("latin-1")),
         "worker": worker,
-        "model": served.model,
-        "path": served.path,
+        "model": text_of(served.model),
+        "path": text_of(served.path),
         "outcome": served.outcome,
         "status": served.status,
         "seconds": round(served.ended_s - served.began_s, 6),
@@ -62,7 +64,7 @@ def document(served: Served, journey: Journey, worker: str) -> dict[str, Any]:
                 "stage": leg.stage,
                 "status": leg.status,
                 "seconds": round(leg.seconds, 6),
-                "error": leg.error,
+                "error": None if leg.error is None else text_of(leg.error),
             }
             for leg in journey.legs
         ],

@@ -158,6 +158,8 @@ class View:
         registry, key = self._registry, self._keys.version
         (found,) = await registry.guarded(lambda: registry.redis.mget([key]))
         version = number(str(found))
+        if self._ledger is None and version < registry.snapshot.version:
+            registry.snapshot = Snapshot()  # who only looks writes nothing back
         if not version or version != registry.snapshot.version:
             await registry.refresh()
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Self
 
-from app.journey import Journey
+from app.journey import Journey, Try
 from app.metrics.figures import Figures, Served
 from app.nodes import Role, State
 from app.store.budget import RetryBudget
@@ -131,7 +131,7 @@ class Worker:
         assert await self.budget.take()
         await self.view.watch()
         served = Served("/v1/chat/completions")
-        served.journey = Journey(watched=True)
+        served.journey = Journey([Try(decode, 0.0)], watched=True)
         self.decisions.note([served])
         give_back(await self.take())  # behind the notes on the same connection
         self.ledger.dispatched.roll()

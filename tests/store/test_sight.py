@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import app.store.ledger as ledger_module
-from app.journey import Journey, Try, current
+from app.journey import Journey, Leg, Try, current
 from app.metrics.figures import Served
 from app.nodes import Role
 from app.store.ledger import Ticket
@@ -320,9 +320,29 @@ async def test_what_was_watched_is_written_and_nothing_else(redis: Space) -> Non
         }
 
 
+async def test_of_requests_that_were_given_to_nobody_those_that_wanted_a_node_are_written(redis: Space) -> None:
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        refused, nobody = (served(Journey(watched=True), name) for name in ("refused", "nobody"))
+        refused.outcome, nobody.outcome = "client_error", "no_node"
+        worker.decisions.note([refused, nobody])
+        await worker.take_nothing()
+        assert [(one["request"], one["tries"]) for one in await worker.view.decisions()] == [("nobody", [])]
+
+
+async def test_what_clients_choose_is_cut_and_made_text(redis: Space) -> None:
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        one = served(Journey(watched=True, tries=[Try(A, 0.0)], legs=[Leg(A, "request", 0.0, error="e" * 999)]))
+        one.model, one.path, one.request = "m" * 10_000 + "\ud800", "/v1/\ud800" + "p" * 10_000, b"\xff" * 999
+        worker.decisions.note([one])
+        await worker.take_nothing()
+        (found,) = await worker.view.decisions()
+        assert (found["model"], found["path"]) == ("m" * 200, "/v1/?" + "p" * 195)
+        assert (found["request"], found["legs"][0]["error"]) == ("\xff" * 200, "e" * 200)
+
+
 async def test_the_stream_keeps_200_and_goes_a_minute_after_the_last(redis: Space) -> None:
     async with Worker(redis.url, redis.namespace, "w1") as worker:
-        worker.decisions.note([served(Journey(watched=True), f"r{n}") for n in range(230)])
+        worker.decisions.note([served(Journey([Try(A, 0.0)], watched=True), f"r{n}") for n in range(230)])
         await worker.take_nothing()
         assert redis.cli("XLEN", redis.key("decisions")) == 200
         assert 55 < redis.cli("TTL", redis.key("decisions")) <= 60

@@ -402,6 +402,16 @@ async def test_while_somebody_watches_workers_say_again_what_they_go_by(redis: S
         }
 
 
+async def test_over_redis_nothing_is_written_back_after_a_flush(redis: Space) -> None:
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        await worker.add_ready(A)
+    async with over_redis(redis.url, redis.namespace) as view:
+        assert [node["url"] for node in (await view.state())["nodes"]] == [A]
+        redis.clear()
+        assert (await view.state())["nodes"] == []
+        assert not redis.cli("EXISTS", redis.key("nodes"))
+
+
 async def test_over_redis_that_is_away_it_says_so() -> None:
     with pytest.raises(StoreUnavailable):
         await view_over_redis("redis://127.0.0.1:1/0", "x")
