@@ -88,6 +88,7 @@ class Proxy:
         self._dispatcher = dispatcher
         self._authority = authority
         self._running = running
+        self._watched = watched
         self._figures = figures
         self._max_body_bytes = max_body_bytes
         self._allow_transfer_params = allow_transfer_params

@@ -148,6 +148,8 @@ def test_schemathesis_finds_no_500_and_no_untruth(deployment: Deployment, engine
     tried: set[str] = set()
     for result in schema.get_all_operations():
         operation = result.ok()
+        if operation.path == "/dashboard/events":
+            continue  # a stream without an end
 
         @given(case=operation.as_strategy())
         @settings(
