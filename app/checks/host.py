@@ -57,8 +57,6 @@ def _process(worker: str) -> Process | None:
     """None where it can't be looked at, or the number is another's: a container has pids of its own."""
     pid = worker.rsplit("-", 2)[-2] if worker.count("-") >= 2 else ""
     directory = PROC / pid
-    if not pid.isdecimal():
-        return None
     try:
         if b"gunicorn" not in (directory / "cmdline").read_bytes():
             return None
