@@ -81,6 +81,14 @@ class MethodNotAllowed(EvenhandError):
     code = "method_not_allowed"
 
 
+class NotServed(EvenhandError):
+    """A route that engines have, and that has no meaning in front of many of them."""
+
+    status = 501
+    type = "invalid_request_error"
+    code = "not_supported"
+
+
 class ModelNotFound(EvenhandError):
     status = 404
     type = "invalid_request_error"
@@ -222,3 +230,12 @@ def error_answer(error: EvenhandError) -> tuple[int, Headers, bytes]:
 def error_event(error: EvenhandError) -> bytes:
     """One SSE event that tells a client, in mid-stream, that the answer is not complete."""
     return b"data: " + json.dumps(error_object(error), ensure_ascii=False).encode() + b"\n\n"
+
+
+def message_error_event(error: EvenhandError) -> bytes:
+    """The same where clients go by the names of events, and pass over one without.
+
+    Source: Anthropic's API reference, streaming messages, "Error events".
+    """
+    named = {"type": "error", "error": {"type": "api_error", "message": error.message}}
+    return b"event: error\ndata: " + json.dumps(named, ensure_ascii=False).encode() + b"\n\n"

@@ -145,6 +145,11 @@ class Topology:
         return f"{words} without --serving-strategy DistServe or --prefill-servers-urls"
 
     @property
+    def alone(self) -> tuple[Role, ...]:
+        """Who gets a request that is neither split nor encoded (embeddings, scores, forms, ...)."""
+        return (Role.Decode,) if self.split else (Role.Hybrid, Role.Decode)
+
+    @property
     def needed(self) -> tuple[tuple[Role, ...], ...]:
         """What has to be ready to serve: one role of each group."""
         answering: tuple[tuple[Role, ...], ...] = ((Role.Prefill,), (Role.Decode,))

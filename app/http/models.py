@@ -14,7 +14,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from app.errors import ModelNotFound
+from app.dispatch.topology import Topology
+from app.errors import BadRequest, ModelNotFound, NoNodeAvailable
 from app.http.ports import NodeRegistry, SnapshotView
 
 
@@ -49,6 +50,28 @@ def model_card(model: str, created_s: int) -> dict[str, Any]:
 def created_s(snapshot: SnapshotView, model: str) -> int:
     since_ms = (node.registered_at_ms for node in snapshot.nodes.values() if model in node.models)
     return min(since_ms, default=0) // 1000
+
+
+class OnlyModel:
+    """What a request means that leaves its model out: the deployment's model, where it has one.
+
+    Looked for among the nodes that would serve such a request, so that an encoder's models don't count.
+    """
+
+    def __init__(self, registry: NodeRegistry, topology: Topology) -> None:
+        self._registry = registry
+        self._roles = topology.alone
+
+    def __call__(self) -> str:
+        models = self._registry.snapshot.models(*self._roles)
+        if not models:
+            raise NoNodeAvailable("no node is registered that could serve this request")
+        if len(models) > 1:
+            raise BadRequest(
+                f"The request does not name a model, and this deployment has {len(models)} (GET /v1/models)",
+                param="model",
+            )
+        return models[0]
 
 
 class Models:

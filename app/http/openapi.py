@@ -10,6 +10,7 @@ from typing import Any
 
 from app import __version__
 from app.balancing import ENCODER_POLICIES, POLICIES
+from app.http.endpoints import BESIDE_V1, OF_ONE_ENGINE, RESPONSES
 from app.nodes import Breaker, Role, State
 
 Schema = dict[str, Any]
@@ -23,6 +24,7 @@ _ERRORS = {
     "403": "The key is not an admin key.",
     "404": "Not known here.",
     "413": "The body is too large.",
+    "501": "Engines have this route, and in front of many of them it has no meaning.",
     "502": "An engine can't be reached, broke off, or refused.",
     "503": "No node can serve this, Redis is away, or the worker stops. Carries Retry-After.",
     "504": "An engine was too slow, or did not answer.",
@@ -57,6 +59,10 @@ def document() -> Schema:
             "/v1/chat/completions": {"post": _forwarded("Chat completion", "chatCompletion")},
             "/v1/completions": {"post": _forwarded("Completion", "completion")},
             "/v1/{path}": {"post": _forwarded_other()},
+            **{path: {"post": _beside_v1(path)} for path in BESIDE_V1},
+            RESPONSES + "{response}": {"get": _not_served("getResponse"), "delete": _not_served("deleteResponse")},
+            RESPONSES + "{response}/cancel": {"post": _not_served("cancelResponse")},
+            **{path: {"post": _not_served(_name_of(path))} for path in OF_ONE_ENGINE},
             "/nodes/status": {"get": _nodes_status()},
             "/nodes/explain": {"get": _nodes_explain()},
             "/nodes/add": {"post": _nodes_add()},
@@ -185,8 +191,8 @@ def _one_model() -> Schema:
     )
 
 
-def _forwarded(summary: str, identifier: str, **more: Any) -> Schema:
-    content: Schema = {"application/json": {"schema": _ref("ModelRequest")}}
+def _forwarded(summary: str, identifier: str, request: str = "ModelRequest", **more: Any) -> Schema:
+    content: Schema = {"application/json": {"schema": _ref(request)}}
     engine = {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}}
     operation = _operation(
         "OpenAI",
@@ -217,12 +223,41 @@ def _forwarded_other() -> Schema:
             }
         ],
     )
-    operation["requestBody"]["content"]["multipart/form-data"] = {
-        "schema": {"type": "object", "required": ["model"], "properties": {"model": {"type": "string", "minLength": 1}}}
-    }
-    # `/v1/models` and what is below it matches this template too, and takes no POST.
+    operation["requestBody"]["content"]["multipart/form-data"] = _form()
+    # `/v1/models`, `/v1/responses/{response}` and what is below them match this template too, and take no POST.
     operation["responses"]["405"] = _answer("`models` takes no POST.", _json(_ref("Error")))
     return operation
+
+
+def _beside_v1(path: str) -> Schema:
+    """A form can go there too, though no engine of today takes one."""
+    operation = _forwarded(f"Forwarded to engines that have it: {BESIDE_V1[path]}", _name_of(path), "UnnamedRequest")
+    operation["requestBody"]["content"]["multipart/form-data"] = _form()
+    return operation
+
+
+def _form() -> Schema:
+    model = {"type": "string", "minLength": 1}
+    return {"schema": {"type": "object", "required": ["model"], "properties": {"model": model}}}
+
+
+def _not_served(identifier: str) -> Schema:
+    response = {"name": "response", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    operation = _operation(
+        "OpenAI",
+        "Not served: it belongs to one engine of many",
+        identifier,
+        ok={},
+        errors=("401", "501"),
+        security=_CLIENT,
+    )
+    return operation if "Response" not in identifier else {**operation, "parameters": [response]}
+
+
+def _name_of(path: str) -> str:
+    """An operation's id: `/v2/embed` is `v2Embed`."""
+    first, *rest = path.strip("/").replace("_", "/").split("/")
+    return first + "".join(word.capitalize() for word in rest)
 
 
 # --- nodes ------------------------------------------------------------------------------------------
@@ -594,6 +629,16 @@ def _schemas() -> Schema:
         "ModelRequest": _object(
             ("model",),
             model={"type": "string", "minLength": 1, "description": "Decides to which nodes the request may go."},
+            stream={"description": "true for a stream of events; read by the engine."},
+        ),
+        "UnnamedRequest": _object(
+            (),
+            model={
+                "type": "string",
+                "nullable": True,
+                "minLength": 1,
+                "description": "May be left out where the deployment has one model only.",
+            },
             stream={"description": "true for a stream of events; read by the engine."},
         ),
         "LinkResult": _object(

@@ -21,7 +21,7 @@ from app.errors import BadRequest
 class _Peek(msgspec.Struct, gc=False):
     # Keys are compared after unescaping and of repeated keys the last counts, both as Python's json
     # does it in the engines: an escaped or doubled name gets nothing past this.
-    model: str | UnsetType = UNSET
+    model: str | UnsetType | None = UNSET
     vllm_xargs: Raw | UnsetType = UNSET
     migration_request: Raw | UnsetType = UNSET
     with_cache: Raw | UnsetType = UNSET
@@ -48,8 +48,11 @@ _peek = msgspec.json.Decoder(_Peek).decode
 _members = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
-def peek(body: bytes, *, allow_transfer_params: bool) -> tuple[str, bytes]:
+def peek(body: bytes, *, allow_transfer_params: bool, unnamed: bool = False) -> tuple[str, bytes]:
     """The model that `body` names, and the body to forward.
+
+    Args:
+        unnamed: whether it may name none (leave it out, or null); then "" is given.
 
     Raises:
         BadRequest: no JSON object, no model, or an internal field that is not null.
@@ -64,11 +67,11 @@ def peek(body: bytes, *, allow_transfer_params: bool) -> tuple[str, bytes]:
         found = _second_opinion(body, e)
     except RecursionError as e:
         raise BadRequest("The request body is nested too deeply") from e
-    if not found.model:
+    if not found.model and (not unnamed or found.model == ""):
         raise BadRequest("The request does not name a model", param="model")
     if not allow_transfer_params and msgspec.structs.astuple(found)[1:] != _NOTHING:
         body = _without_internal(found, body)
-    return found.model, body
+    return found.model or "", body
 
 
 def _second_opinion(body: bytes, strict: msgspec.DecodeError) -> _Peek:
@@ -87,10 +90,11 @@ def _second_opinion(body: bytes, strict: msgspec.DecodeError) -> _Peek:
         raise BadRequest(f"The request body is not valid JSON: {strict}") from e
     if not isinstance(members, dict):
         raise BadRequest("The request body must be a JSON object") from strict
-    if not isinstance(members.get("model", ""), str):
+    model = members.get("model")
+    if not isinstance(model, str | None):
         raise BadRequest("model must be a string", param="model") from strict
     known = {name: members[name] for name in (*INTERNAL, "vllm_xargs") if name in members}
-    return _Peek(members.get("model", ""), **{name: Raw(json.dumps(value).encode()) for name, value in known.items()})
+    return _Peek(model, **{name: Raw(json.dumps(value).encode()) for name, value in known.items()})
 
 
 def _no_constant(name: str) -> None:

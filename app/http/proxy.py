@@ -1,4 +1,4 @@
-"""The hot endpoint: `POST /v1/*`, a raw ASGI callable.
+"""The hot endpoint: every POST that goes to an engine, a raw ASGI callable.
 
 Reads the request, lets a dispatcher choose an engine and open its answer, and relays that. Nothing
 per request goes through Starlette, middleware, log formatters or thread pools. It must not know Redis
@@ -33,6 +33,7 @@ from app.errors import (
 )
 from app.http.auth import Authority
 from app.http.body import ClientLeft, header, read_body, too_large
+from app.http.endpoints import UNNAMED
 from app.http.form import is_form, model_of_form
 from app.http.headers import CLOSE, NOT_FOR_ENGINE, NOT_FOR_ENGINE_BUT_KEYS, for_engine, request_id
 from app.http.interrupt import Running, Watch, Why
@@ -68,6 +69,8 @@ class Proxy:
 
     Args:
         notes: whether each request's journey is wanted; with a `tracer` it is.
+        only_model: the one model of the deployment, for a request that may leave it out and does. Raises BadRequest
+            or NoNodeAvailable: it has several, or none.
         watched: whether somebody watches decisions now; asked at the begin of each request.
     """
 
@@ -81,6 +84,7 @@ class Proxy:
         max_body_bytes: int,
         allow_transfer_params: bool,
         forward_client_key: bool,
+        only_model: Callable[[], str],
         notes: bool = False,
         watched: Callable[[], bool] = lambda: False,
         tracer: Tracer | None = None,
@@ -92,8 +96,8 @@ class Proxy:
         self._figures = figures
         self._max_body_bytes = max_body_bytes
         self._allow_transfer_params = allow_transfer_params
+        self._only_model = only_model
         self._notes = notes or tracer is not None
-        self._watched = watched
         self._tracer = tracer
         self._not_for_engine = NOT_FOR_ENGINE_BUT_KEYS if forward_client_key else NOT_FOR_ENGINE
 
@@ -179,7 +183,8 @@ class Proxy:
         content_type = header(scope, b"content-type")
         if content_type is not None and is_form(content_type):
             return model_of_form(content_type, body, allow_transfer_params=allow), body
-        return peek(body, allow_transfer_params=allow)
+        model, body = peek(body, allow_transfer_params=allow, unnamed=scope["path"] in UNNAMED)
+        return model or self._only_model(), body
 
     def _extra(self, identifier: bytes) -> Headers:
         extra = [(b"x-request-id", identifier)]

@@ -21,7 +21,7 @@ import time
 from starlette.types import Send
 
 from app.dispatch.answer import Answer, Outcome
-from app.errors import EngineBroke, EvenhandError, Headers, UpstreamError, error_event
+from app.errors import EngineBroke, EvenhandError, Headers, UpstreamError, error_event, message_error_event
 from app.http.headers import ClientHead
 from app.http.ports import Wire
 from app.http.sse import StreamTail
@@ -31,6 +31,10 @@ log = logging.getLogger("evenhand.http")
 
 DONE_PATHS = frozenset(("/v1/chat/completions", "/v1/completions"))
 """Here, and only here, a complete stream ends with `data: [DONE]` (OpenAI API reference, streaming)."""
+
+
+MESSAGES = "/v1/messages"
+"""Anthropic's: its clients go by the names of events."""
 
 
 class Relay:
@@ -202,5 +206,6 @@ class Relay:
             if self._wire is not None:
                 self._wire.break_off()
             return  # the server closes a connection whose answer was left without an end
-        event = b"" if self.complete else self._tail.missing_newlines() + error_event(error)
-        await self._put(event, more=False)
+        event = message_error_event if self._path.rstrip("/") == MESSAGES else error_event
+        last = b"" if self.complete else self._tail.missing_newlines() + event(error)
+        await self._put(last, more=False)

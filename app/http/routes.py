@@ -25,11 +25,13 @@ from app.http.body import ClientLeft
 from app.http.dashboard import Dashboard
 from app.http.distserve import DistServeRoutes
 from app.http.docs_page import DocsPage
+from app.http.endpoints import BESIDE_V1, OF_ONE_ENGINE, RESPONSES, is_proxied
 from app.http.headers import CLOSE, request_id
 from app.http.health import Health
 from app.http.interrupt import Running
 from app.http.metrics import Metrics
-from app.http.models import Models
+from app.http.models import Models, OnlyModel
+from app.http.not_served import not_served
 from app.http.ports import Dispatcher, Engines, LinkKeeper, NodeRegistry
 from app.http.proxy import Proxy, Tracer
 from app.http.watch import Seen, Watch
@@ -85,11 +87,6 @@ class HttpFace:
         self._watch.close()
 
 
-def is_proxied(path: str) -> bool:
-    """Whether a POST to the (decoded) path goes to an engine."""
-    return path.startswith("/v1/") and path not in ("/v1/", "/v1/models") and not path.startswith("/v1/models/")
-
-
 def build_app(
     *,
     settings: Settings,
@@ -108,7 +105,7 @@ def build_app(
     """The ASGI application.
 
     Args:
-        dispatcher: what opens `POST /v1/*`.
+        dispatcher: what opens a request for an engine.
         store_ok: None while Redis can be used, else the reason why it can't; called by `/ready`.
         links: what `/distserve/*` asks; None where engines are not linked.
         figures: where requests are counted.
@@ -133,6 +130,7 @@ def build_app(
         max_body_bytes=settings.max_body_size,
         allow_transfer_params=settings.allow_transfer_params,
         forward_client_key=settings.forward_client_key,
+        only_model=OnlyModel(registry, topology),
         notes=settings.log_requests != "off",
         watched=watched,
         tracer=tracer,
@@ -162,6 +160,10 @@ def build_app(
             # A POST never comes here; these say what the others are told.
             Route("/v1/chat/completions", proxy, methods=["POST"]),
             Route("/v1/completions", proxy, methods=["POST"]),
+            *(Route(path, proxy, methods=["POST"]) for path in BESIDE_V1),
+            Route(RESPONSES + "{response}", for_clients(not_served), methods=["GET", "DELETE"]),
+            Route(RESPONSES + "{response}/cancel", for_clients(not_served), methods=["POST"]),
+            *(Route(path, for_clients(not_served), methods=["POST"]) for path in OF_ONE_ENGINE),
             Route("/nodes/explain", for_readers(watch.explain), methods=["GET"]),
             Route("/nodes/status", for_admins(admin.status), methods=["GET"]),
             Route("/nodes/add", for_admins(admin.add), methods=["POST"]),

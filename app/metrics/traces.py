@@ -115,7 +115,8 @@ class _Spans:
         self._resource = resource
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
         path = served.path.rstrip("/")
-        self._route = path if path in ROUTES else "/v1/{path}"
+        # Outside /v1 only a few paths are forwarded, by name.
+        self._route = path if path in ROUTES or not path.startswith("/v1/") else "/v1/{path}"
         self._genai: Attributes = {}
         if path in OPERATIONS:
             self._genai = {"gen_ai.operation.name": OPERATIONS[path], "gen_ai.provider.name": PROVIDER}

@@ -63,11 +63,10 @@ class Snapshot:
     def __repr__(self) -> str:
         return f"<Snapshot version={self.version} nodes={len(self.nodes)}>"
 
-    def models(self) -> list[str]:
-        """Every model of every node that is not gone, each once, in the order of registration."""
-        return list(
-            dict.fromkeys(model for node in self.nodes.values() if node.state != State.GONE for model in node.models)
-        )
+    def models(self, *roles: Role) -> list[str]:
+        """Every model of every node (of `roles`) that is not gone, each once, in the order of registration."""
+        there = (node for node in self.nodes.values() if node.state != State.GONE and (not roles or node.role in roles))
+        return list(dict.fromkeys(model for node in there for model in node.models))
 
     def without(self, pool: Pool, urls: Collection[str]) -> Pool | None:
         """The candidates but `urls`; None where nobody is left."""
