@@ -66,7 +66,7 @@ FIRST = [
 # Files of one line share deployments, so one job runs all of them.
 SHARING = [
     ["test_serving.py", "test_streaming.py", "test_node_management.py", "test_docs_page.py", "test_looking.py"],
-    ["test_errors.py", "test_openai_sdk.py"],
+    ["test_errors.py", "test_openai_sdk.py", "test_endpoints.py"],
     ["test_request_shapes.py", "test_pipelining.py"],
     ["test_breaker_trials.py", "test_breaker.py"],
     ["test_two_masters.py", "test_epd_fanout.py", "test_drain_streams.py", "test_watch.py"],

@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from app.http.endpoints import BESIDE_V1
 from workers import engine_answers as answers
+from workers import engine_other
 from workers.engine_answers import Answer, Knobs
 from workers.engine_http import Connection, Made, Record
 
@@ -24,7 +26,7 @@ BACKLOG = 4096  # a burst of new connections must not be refused by accident
 
 @dataclass(slots=True)
 class Stats:
-    """What `GET /sim/stats` tells; requests are those to `POST /v1/*`."""
+    """What `GET /sim/stats` tells; requests are all POSTs."""
 
     in_flight: int = 0
     max_in_flight: int = 0
@@ -195,10 +197,12 @@ class Engine:
         path = whole.removeprefix(knobs.prefix) if whole.startswith(knobs.prefix + "/") else "(outside the prefix)"
         if knobs.key and record.header(b"authorization") != b"Bearer " + knobs.key.encode():
             return answers.error(401, "Incorrect API key provided.", "invalid_api_key")
-        if record.method == "POST" and path.startswith("/v1/"):
+        if record.method == "POST" and (path.startswith("/v1/") or path in BESIDE_V1):
             if knobs.status != 200 and self.struck(record):
                 return answers.scripted(knobs)
-            return answers.inference(knobs, path, record.header(b"content-type") or b"", record.body, record.id)
+            kind = record.header(b"content-type") or b""
+            found = engine_other.answer(knobs, path, kind, record.body)
+            return found or answers.inference(knobs, path, kind, record.body, record.id)
         if record.method in ("GET", "HEAD"):
             if path == "/health":
                 return answers.health(knobs)

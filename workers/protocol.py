@@ -213,6 +213,7 @@ class Protocol(HttpToolsProtocol):
                 self._read_no_further()
             else:
                 self.flow.pause_reading()  # until it is taken
+                self._look_later()
         cycle.set()
 
     def on_message_complete(self) -> None:
@@ -229,9 +230,17 @@ class Protocol(HttpToolsProtocol):
     def _read_no_further(self) -> None:
         self.flow.enough = True
         self.flow.pause_reading()
+        self._look_later()
+
+    def _look_later(self) -> None:
         if not self._looking:
             self._looking = True
             self.loop.call_later(LOOK_EVERY_S, self._look_for_departure)
+
+    @property
+    def _body_waits(self) -> bool:
+        """Whether the client's body is not read on because nobody has taken what has come of it."""
+        return self.flow.read_paused and not self._in_head
 
     def _is_enough(self) -> bool:
         """Whether what waits is as much as is read ahead."""
@@ -262,14 +271,16 @@ class Protocol(HttpToolsProtocol):
 
     def _look_for_departure(self) -> None:
         """What `eof_received` does, while nothing is read: it comes only behind the last byte."""
-        self._looking = self.flow.enough and self._half_closed is None and not self.transport.is_closing()
+        waits = self.flow.enough or self._body_waits
+        self._looking = waits and self._half_closed is None and not self.transport.is_closing()
         if not self._looking:
             return
         ended, may_ask = has_ended(self.transport), self._may_send_interim()
         if ended and (self.scheme == "https" or not may_ask):
             self.transport.abort()
             return
-        if may_ask and (ended or may_have_ended(self.transport)):
+        # Behind a body much is unread as a rule, and a proxy that is busy sending one may not expect to be asked.
+        if may_ask and (ended or (self.flow.enough and may_have_ended(self.transport))):
             self._find_out()
         self.loop.call_later(LOOK_EVERY_S, self._look_for_departure)
 
@@ -280,7 +291,7 @@ class Protocol(HttpToolsProtocol):
             )
 
     def _is_in_doubt(self) -> bool:
-        if self._said_all or self.flow.enough:
+        if self._said_all or self.flow.enough or self._body_waits:
             return True
         self._half_closed = None  # it is there, and what it sends is read again
         return False

@@ -10,7 +10,7 @@ from typing import Protocol
 from app.dispatch.breakers import speaks_against
 from app.errors import Headers, UpstreamError
 from app.store.ledger import Ticket
-from app.upstream.transport import Drain, Response, Sink, pipe, whole
+from app.upstream.transport import Drain, Response, Sink, Upload, pipe, whole
 
 Broke = Callable[[str, UpstreamError], None]
 """Is told of the node whose answer ended before its end."""
@@ -30,7 +30,8 @@ class EngineRequest:
     """One client request, ready for an engine.
 
     `path` holds the query string too; `headers` are cleaned of everything that concerns one hop or
-    the client's own key; `body` is the client's, byte for byte.
+    the client's own key; `body` is the client's, byte for byte, or else it comes by `upload`, which only a node that
+    serves the request whole can take.
     """
 
     method: bytes
@@ -38,6 +39,12 @@ class EngineRequest:
     headers: list[tuple[bytes, bytes]]
     body: bytes
     model: str
+    upload: Upload | None = None
+
+    @property
+    def spent(self) -> bool:
+        """Whether it can't be sent again."""
+        return self.upload is not None and self.upload.spent
 
 
 @dataclass(slots=True)

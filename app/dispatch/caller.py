@@ -95,19 +95,19 @@ class Caller:
                 request.method,
                 request.path,
                 headers,
-                request.body,
+                request.body if request.upload is None else request.upload,
                 self.timeouts if leg is Leg.WHOLE else self._timeouts[leg],
             )
-        except asyncio.CancelledError:
-            if url in self._registry.snapshot.broken:
-                self._breakers.left(url)
-            _end(noted, CANCELLED)
-            raise
         except UpstreamError as e:
             _end(noted, e.code)
             if isinstance(e, EngineRefused):
                 self._registry.refused(url)
             self._breakers.failed(url, e)
+            raise
+        except BaseException:  # cancelled, or an upload whose client is to blame: it says nothing of the node
+            if url in self._registry.snapshot.broken:
+                self._breakers.left(url)
+            _end(noted, CANCELLED)
             raise
         if noted is not None:
             noted.status = response.status

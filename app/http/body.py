@@ -25,6 +25,12 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return None
 
 
+def declared_bytes(scope: Scope) -> int | None:
+    """What Content-Length says, if there is one."""
+    declared = header(scope, b"content-length")
+    return int(declared) if declared is not None and declared.isdigit() else None
+
+
 async def read_body(scope: Scope, receive: Receive, *, limit_bytes: int, setting: str = "") -> bytes:
     """The whole body.
 
@@ -35,8 +41,7 @@ async def read_body(scope: Scope, receive: Receive, *, limit_bytes: int, setting
         BodyTooLarge: more than `limit_bytes`.
         ClientLeft: the client disconnected first.
     """
-    declared = header(scope, b"content-length")
-    if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
+    if (declared_bytes(scope) or 0) > limit_bytes:
         raise too_large(limit_bytes, setting)
     # One array and no list of pieces: a body that comes two bytes at a time would take twenty times its size.
     body = bytearray()

@@ -1,12 +1,11 @@
 """The model that a multipart form names: audio transcriptions come as forms, not as JSON.
 
-Only part headers are parsed; files are skipped over where they lie, never copied. Pure.
+Only part headers are parsed and only the model is kept; a form may come in any pieces and be of any size. Pure.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from app.errors import BadRequest
 from app.http.peek import INTERNAL, refuse
@@ -14,6 +13,11 @@ from app.http.peek import INTERNAL, refuse
 MAX_PARTS = 1000
 """As Starlette's own form parser, which the engines use."""
 MAX_PART_HEAD_BYTES = 8192
+MAX_MODEL_BYTES = 8192
+MAX_BOUNDARY_BYTES = 256
+"""RFC 2046, 5.1.1, allows 70."""
+
+_CONTENT, _BOUNDARY, _HEAD, _EPILOGUE = range(4)
 
 # Read strictly, and refused where it is not: whatever is written so that two parsers could read it differently
 # would be one request for us and another for the engine.
@@ -29,50 +33,119 @@ def is_form(content_type: bytes | None) -> bool:
     return content_type is not None and content_type[:19].lower() == b"multipart/form-data"
 
 
-def model_of_form(content_type: bytes, body: bytes, *, allow_transfer_params: bool) -> str:
-    """The value of the form's `model` field, the last one if it is repeated.
+class Form:
+    """A form as it comes, in whatever pieces: `feed` all of it, then `end`.
+
+    `model` is None until its field is complete. Later fields are looked at as well: what is refused must not get
+    through behind bytes that have gone on already.
 
     Raises:
-        BadRequest: no valid form, no model, or an internal field.
+        BadRequest: the Content-Type has no boundary, or two.
     """
-    form = _FORM(content_type)
-    boundary = _parameters(form[1]).get(b"boundary") if form is not None else None
-    if not boundary:
-        raise BadRequest("The Content-Type of a form must have one boundary")
-    model = b""
-    for name, start, end in _parts(body, b"--" + boundary):
+
+    __slots__ = ("_allow", "_delimiter", "_left", "_parts", "_value", "_where", "model")
+
+    def __init__(self, content_type: bytes, *, allow_transfer_params: bool) -> None:
+        form = _FORM(content_type)
+        boundary = _parameters(form[1]).get(b"boundary") if form is not None else None
+        if not boundary or len(boundary) > MAX_BOUNDARY_BYTES:
+            raise BadRequest("The Content-Type of a form must have one boundary")
+        self.model: str | None = None
+        self._allow = allow_transfer_params
+        self._delimiter = b"\r\n--" + boundary
+        self._left = b"\r\n"  # the first delimiter may be the first line
+        self._where = _CONTENT  # of what stands before the first part
+        self._parts = 0
+        self._value: bytearray | None = None  # of the model, while it comes
+
+    def __repr__(self) -> str:
+        return f"<Form model={self.model!r} parts={self._parts}>"
+
+    def feed(self, data: bytes) -> None:
+        """Raises BadRequest: it is no form, or has what is refused."""
+        data = self._left + data
+        at = 0
+        while True:
+            if self._where == _CONTENT:
+                end = data.find(self._delimiter, at)
+                till = end if end >= 0 else max(at, len(data) - len(self._delimiter) + 1)
+                if self._value is not None:
+                    self._take(data[at:till])
+                at = till
+                if end < 0:
+                    break
+                self._end_part()
+                at += len(self._delimiter)
+                self._where = _BOUNDARY
+            elif self._where == _BOUNDARY:
+                if len(data) - at < 2:
+                    break
+                what = data[at : at + 2]
+                if what not in (b"--", b"\r\n"):
+                    # RFC 2046 has blanks here, which nobody sends; parsers differ in what they take it for.
+                    raise BadRequest("A boundary of the form does not stand alone in its line")
+                self._where = _EPILOGUE if what == b"--" else _HEAD
+            elif self._where == _HEAD:
+                end = data.find(b"\r\n\r\n", at, at + MAX_PART_HEAD_BYTES)
+                if end < 0:
+                    if len(data) - at >= MAX_PART_HEAD_BYTES:
+                        raise BadRequest("A part of the form has a head that is too long")
+                    break
+                self._begin_part(data[at:end])
+                at = end + 4
+                self._where = _CONTENT
+            else:
+                return  # no parser reads what follows
+        self._left = data[at:]
+
+    def end(self) -> str:
+        """All has been fed. Returns the model; raises BadRequest: it is not complete, or names none."""
+        if self._where != _EPILOGUE:
+            missing = "is not complete" if self._parts else "has no boundary in the request body"
+            raise BadRequest(f"The form {missing}")
+        if self.model is None:
+            raise BadRequest("The form does not name a model", param="model")
+        return self.model
+
+    def _begin_part(self, head: bytes) -> None:
+        self._parts += 1
+        if self._parts > MAX_PARTS:
+            raise BadRequest("The form has too many parts")
+        name = _name_of(head)
         if name == "model":
-            model = body[start:end]
-        elif name in INTERNAL and not allow_transfer_params:
+            if self.model is not None:
+                raise BadRequest("The form names a model twice", param="model")
+            self._value = bytearray()
+        elif name in INTERNAL and not self._allow:
             raise refuse(name)
-    try:
-        text = model.decode()
-    except UnicodeDecodeError as e:
-        raise BadRequest("model must be UTF-8", param="model") from e
-    if not text:
-        raise BadRequest("The form does not name a model", param="model")
-    return text
 
+    def _take(self, data: bytes) -> None:
+        assert self._value is not None
+        self._value += data
+        if len(self._value) > MAX_MODEL_BYTES:
+            raise BadRequest("The form's model is too long", param="model")
 
-def _parts(body: bytes, delimiter: bytes) -> Iterator[tuple[str, int, int]]:
-    """(name, start, end) of every part's content."""
-    at = 0 if body.startswith(delimiter) else body.find(b"\r\n" + delimiter) + 2
-    if at == 1:
-        raise BadRequest("The form's boundary is not in the request body")
-    for _ in range(MAX_PARTS):
-        at += len(delimiter)
-        if body.startswith(b"--", at):
+    def _end_part(self) -> None:
+        value, self._value = self._value, None
+        if value is None:
             return
-        head_end = body.find(b"\r\n\r\n", at, at + MAX_PART_HEAD_BYTES)
-        if head_end < 0:
-            break
-        start = head_end + 4
-        end = body.find(b"\r\n" + delimiter, start)
-        if end < 0:
-            break
-        yield _name_of(body[at:head_end]), start, end
-        at = end + 2
-    raise BadRequest("The form is not complete, or has too many parts")
+        try:
+            self.model = value.decode()
+        except UnicodeDecodeError as e:
+            raise BadRequest("model must be UTF-8", param="model") from e
+        if not self.model:
+            raise BadRequest("The form does not name a model", param="model")
+
+
+def model_of_form(content_type: bytes, body: bytes, *, allow_transfer_params: bool) -> str:
+    """The value of the form's `model` field.
+
+    Raises:
+        BadRequest: no valid form, no model or two, or an internal field.
+    """
+    form = Form(content_type, allow_transfer_params=allow_transfer_params)
+    form.feed(body)
+    return form.end()
 
 
 def _name_of(head: bytes) -> str:

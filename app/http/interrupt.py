@@ -18,6 +18,7 @@ from enum import Enum
 from starlette.types import Receive
 
 from app.http.ports import Wire
+from app.http.upload import Upload
 
 END_STREAMS_BEFORE_S = 1.0
 """Streams are ended this long before the deadline: the last event must still reach the client."""
@@ -29,12 +30,16 @@ class Why(Enum):
 
 
 class Watch:
-    """Stands over one request's task, from the request's first moment until `stop`."""
+    """Stands over one request's task, from the request's first moment until `stop`.
 
-    __slots__ = ("_task", "_watcher", "_wire", "why")
+    `upload`: what the request holds of its body beside its memory, to be closed when the request ends.
+    """
+
+    __slots__ = ("_task", "_watcher", "_wire", "upload", "why")
 
     def __init__(self, task: asyncio.Task[None] | None) -> None:
         self.why: Why | None = None
+        self.upload: Upload | None = None
         self._task = task
         self._watcher: asyncio.Task[None] | None = None
         self._wire: Wire | None = None
@@ -103,6 +108,8 @@ class Running:
 
     def leave(self, watch: Watch) -> None:
         watch.stop()
+        if watch.upload is not None:
+            watch.upload.close()
         self._watches.discard(watch)
 
     def begin_shutdown(self, deadline_monotonic_s: float) -> None:

@@ -32,14 +32,15 @@ from app.errors import (
     error_answer,
 )
 from app.http.auth import Authority
-from app.http.body import ClientLeft, header, read_body, too_large
+from app.http.body import ClientLeft, declared_bytes, header, read_body, too_large
 from app.http.endpoints import UNNAMED
-from app.http.form import is_form, model_of_form
+from app.http.form import Form, is_form, model_of_form
 from app.http.headers import CLOSE, NOT_FOR_ENGINE, NOT_FOR_ENGINE_BUT_KEYS, for_engine, request_id
 from app.http.interrupt import Running, Watch, Why
 from app.http.peek import peek
 from app.http.ports import WIRE, Dispatcher, Wire
 from app.http.relay import Relay
+from app.http.upload import Upload
 from app.journey import Journey, current
 from app.metrics.figures import Figures, Served
 from app.traceparent import Trace
@@ -169,6 +170,9 @@ class Proxy:
         path = path_for_engine(scope)
         body = None if wire is None else wire.whole_body()
         if body is None:
+            content_type = header(scope, b"content-type")
+            if is_form(content_type) and routed(scope["path"]) not in GENERATING:
+                return await self._open_upload(scope, receive, identifier, watch, wire, served)
             body = await read_body(scope, receive, limit_bytes=self._max_body_bytes, setting="--max-body-size")
         served.bytes_in = size_bytes = len(body)
         if size_bytes > self._max_body_bytes:
@@ -177,6 +181,34 @@ class Proxy:
         headers = for_engine(scope, identifier, self._not_for_engine)
         watch.start(receive, wire)
         return await self._dispatcher.open(EngineRequest(b"POST", path, headers, body, served.model))
+
+    async def _open_upload(
+        self, scope: Scope, receive: Receive, identifier: bytes, watch: Watch, wire: Wire | None, served: Served
+    ) -> Answer:
+        """A form that is not all here: it goes on as it comes, from the moment on in which its model is known."""
+        upload = watch.upload = Upload(
+            receive,
+            Form(header(scope, b"content-type") or b"", allow_transfer_params=self._allow_transfer_params),
+            length=declared_bytes(scope),
+            limit_bytes=self._max_body_bytes,
+            setting="--max-body-size",
+        )
+        try:
+            served.model = await upload.begin()
+            headers = for_engine(scope, identifier, self._not_for_engine)
+            request = EngineRequest(b"POST", path_for_engine(scope), headers, upload.whole or b"", served.model)
+            if upload.whole is None:
+                request.upload = upload
+            if wire is not None or upload.ended:
+                watch.start(receive, wire)
+                return await self._dispatcher.open(request)
+            # Without a wire the upload itself finds out that the client has left; two can't ask.
+            answer = await self._dispatcher.open(request)
+            if upload.ended or answer.status >= 400:
+                watch.start(receive, None)
+            return answer
+        finally:
+            served.bytes_in = upload.received_bytes
 
     def _peek(self, scope: Scope, body: bytes) -> tuple[str, bytes]:
         allow = self._allow_transfer_params

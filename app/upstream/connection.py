@@ -20,9 +20,10 @@ from typing import cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from app.errors import EngineBroke, EngineTimeout, UpstreamError
+from app.errors import EngineBroke, EngineTimeout
 from app.upstream.pool import Pool
-from app.upstream.transport import Drain, Sink, Target, Timeouts
+from app.upstream.transport import Drain, Sink, Target, Timeouts, Upload
+from app.upstream.uploading import Uploading
 
 HEAD_LIMIT_BYTES = 64 * 1024  # status line and headers; also trailers, and what surrounds chunks
 BUFFER_LIMIT_BYTES = 256 * 1024  # a reader that is slower than its engine holds this much, plus one socket read
@@ -70,7 +71,7 @@ class Http1Response:
         self._chunks: list[bytes] = []
         self._buffered_bytes = 0
         self._ended = False
-        self._error: UpstreamError | None = None
+        self._error: Exception | None = None  # an upload's own, if the client is to blame
         self._stale = False
         self._read = False
         self._sink: Sink | None = None
@@ -191,7 +192,7 @@ class Http1Response:
             if not waiter.done():  # a cancelled reader stays here until its task has run
                 waiter.set_result(None)
 
-    def _end(self, error: UpstreamError | None) -> None:
+    def _end(self, error: Exception | None) -> None:
         self._connection = None
         self._ended = True
         self._error = error
@@ -213,6 +214,7 @@ class Connection(asyncio.Protocol):
         "_stage",
         "_timer",
         "_transport",
+        "_uploading",
         "idle_until_s",
         "keep_alive_s",
         "loop",
@@ -235,6 +237,7 @@ class Connection(asyncio.Protocol):
         self._stage = _IDLE
         self._overhead_bytes = 0  # received since the last byte of a body, or since the request
         self._reusable = False
+        self._uploading: Uploading | None = None  # until all of its body is out
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._armed_at_s = 0.0  # never later than the deadline while a timer is armed
@@ -282,7 +285,7 @@ class Connection(asyncio.Protocol):
         self._armed_at_s = deadline_s
         self._timer = self.loop.call_at(deadline_s, self._tick)
 
-    def give_up(self, error: UpstreamError) -> None:
+    def give_up(self, error: Exception) -> None:
         """End the answer with `error` and abort the connection: an engine must not work for nobody."""
         response = self._response
         self._response = None
@@ -299,6 +302,8 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._uploading is not None:
+            self._uploading.stop()
         if self._transport is not None:
             self._transport.abort()
 
@@ -307,7 +312,48 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.resume_reading()
 
+    # --- a body that is still coming ---------------------------------------------------------------
+
+    def upload(self, body: Upload) -> None:
+        """Send `body` behind the head that `begin` has written."""
+        self._uploading = Uploading(self, body)
+        self.wait_for_client()
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None and not self._closed:
+            self._transport.write(data)
+
+    def wait_for_engine(self) -> None:
+        """Nothing goes on before the engine has taken bytes, or answered."""
+        response = self._response
+        if response is not None and self._stage == _HEAD:
+            first_byte_s = response._timeouts.first_byte_s
+            until_s = self.loop.time() + first_byte_s if first_byte_s else math.inf
+            self.watch(min(until_s, response._total_at_s))
+
+    def wait_for_client(self) -> None:
+        if self._response is not None and self._stage == _HEAD:
+            self.watch(self._response._total_at_s)
+
+    def upload_ended(self) -> None:
+        self._uploading = None
+        self.wait_for_engine()
+
+    def upload_failed(self, error: Exception) -> None:
+        if self._stage != _HEAD and not isinstance(error, EngineBroke):
+            broke = EngineBroke(f"the request to engine {self.target.url} ended before its body was complete")
+            broke.__cause__, error = error, broke
+        self.give_up(error)
+
     # --- what the event loop says -------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        if self._uploading is not None:
+            self._uploading.pause()
+
+    def resume_writing(self) -> None:
+        if self._uploading is not None:
+            self._uploading.resume()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's are of no asyncio class
@@ -359,6 +405,7 @@ class Connection(asyncio.Protocol):
             self._broke(f"it closed the connection before {before}", exc)
         self.drop()
         self._transport = None
+        self._uploading = None
         del self._parser  # it holds this object's methods: a cycle that only the collector would find
 
     def _tick(self) -> None:
@@ -383,7 +430,8 @@ class Connection(asyncio.Protocol):
         self._deadline_s = math.inf
         # It can't be paused here: a paused transport delivers nothing, so no answer ends on it.
         # An engine that answered before it had read the whole request may never read the rest.
-        if self._reusable and self.keep_alive_s > 0 and not self._transport.get_write_buffer_size():
+        sent = self._uploading is None and not self._transport.get_write_buffer_size()
+        if self._reusable and self.keep_alive_s > 0 and sent:
             self._pool.put(self)
         else:
             self.drop()
@@ -423,6 +471,8 @@ class Connection(asyncio.Protocol):
         response.status = status
         self._stage = _COMPLETE if response._head_only else _BODY
         self._deadline_s = response._total_at_s
+        if self._uploading is not None and status >= 400:
+            self._uploading.stop()  # the rest would be for nothing
         response._wake()
 
     def on_body(self, data: bytes) -> None:

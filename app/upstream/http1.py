@@ -1,7 +1,7 @@
 """`Http1Transport`: requests to engines over pooled HTTP/1.1 connections of our own.
 
 Owns how a request is written, how a connection comes about, and the one silent re-send. Framing and
-clocks are `connection`'s, idle connections are `pool`'s.
+clocks are `connection`'s, idle connections are `pool`'s, bodies that are still coming are `uploading`'s.
 
 Source: RFC 9112; the re-send is RFC 9110, 9.2.2, narrowed to the case where nothing can have been lost but
 the race between an engine's keep-alive timer and our request.
@@ -21,7 +21,7 @@ from app.errors import BadRequest, EngineBroke, EngineTimeout, ShuttingDown
 from app.upstream.connection import Connection, Http1Response
 from app.upstream.failures import connect_failure
 from app.upstream.pool import Pool
-from app.upstream.transport import Target, Timeouts
+from app.upstream.transport import Target, Timeouts, Upload
 
 _SECOND_ADDRESS_AFTER_S = 0.25  # RFC 8305, 5: Connection Attempt Delay
 _LENGTH_ALWAYS = frozenset({b"POST", b"PUT", b"PATCH"})  # RFC 9110, 8.6: they say so even of an empty body
@@ -65,9 +65,11 @@ class Http1Transport:
         method: bytes,
         path: bytes,
         headers: Sequence[tuple[bytes, bytes]],
-        body: bytes,
+        body: bytes | Upload,
         timeouts: Timeouts,
     ) -> Http1Response:
+        if not isinstance(body, bytes):
+            return await self._send_upload(target, method, path, headers, body, timeouts)
         head = write_head(target, method, path, headers, body)
         pool = self._pool or self._open_pool()
         loop = pool.loop
@@ -87,6 +89,28 @@ class Http1Transport:
         # Another pooled connection may be just as stale; a new one can't be, so once is enough.
         connection = await self._connect(target, pool, timeouts, total_at_s)
         response = connection.begin(head, body, timeouts, total_at_s, head_only=method == b"HEAD")
+        await response.head()
+        return response
+
+    async def _send_upload(
+        self,
+        target: Target,
+        method: bytes,
+        path: bytes,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: Upload,
+        timeouts: Timeouts,
+    ) -> Http1Response:
+        """On a connection of its own: a pooled one may turn out stale when the body can't be sent again."""
+        length = body.length
+        framing = b"transfer-encoding: chunked" if length is None else b"content-length: %d" % length
+        head = write_head(target, method, path, headers, b"", framing)
+        pool = self._pool or self._open_pool()
+        total_at_s = pool.loop.time() + timeouts.total_s if timeouts.total_s else math.inf
+        connection = await self._connect(target, pool, timeouts, total_at_s)
+        body.rewind()
+        response = connection.begin(head, b"", timeouts, total_at_s, head_only=False)
+        connection.upload(body)
         await response.head()
         return response
 
@@ -150,9 +174,17 @@ class Http1Transport:
 
 
 def write_head(
-    target: Target, method: bytes, path: bytes, headers: Sequence[tuple[bytes, bytes]], body: bytes
+    target: Target,
+    method: bytes,
+    path: bytes,
+    headers: Sequence[tuple[bytes, bytes]],
+    body: bytes,
+    framing: bytes | None = None,
 ) -> bytes:
     """The bytes of a request before its body.
+
+    Args:
+        framing: the header that says where a body ends that isn't here yet.
 
     Raises:
         BadRequest: a CR, LF or NUL in a header, or one of these or a space in the path: each would let a
@@ -160,7 +192,9 @@ def write_head(
     """
     lines = [method + b" " + target.prefix + path + b" HTTP/1.1", b"host: " + target.host_header]
     lines += [b": ".join(header) for header in headers]
-    if body or method in _LENGTH_ALWAYS:
+    if framing is not None:
+        lines.append(framing)
+    elif body or method in _LENGTH_ALWAYS:
         lines.append(b"content-length: %d" % len(body))
     lines += [b"", b""]
     head = b"\r\n".join(lines)

@@ -118,6 +118,28 @@ def whole(response: Response) -> bytes | None:
     return found
 
 
+class Upload(Protocol):
+    """A request's body that is still coming."""
+
+    @property
+    def length(self) -> int | None:
+        """As Content-Length says; None: not known, so that it goes in chunks."""
+        ...
+
+    @property
+    def spent(self) -> bool:
+        """Whether bytes have been given out that can't be given again."""
+        ...
+
+    async def read(self) -> bytes:
+        """The next bytes, b"" at the proper end. What it raises ends the request, and is raised there."""
+        ...
+
+    def rewind(self) -> None:
+        """From the beginning again; not once it is `spent`."""
+        ...
+
+
 class Transport(Protocol):
     """Sends requests to engines."""
 
@@ -127,14 +149,19 @@ class Transport(Protocol):
         method: bytes,
         path: bytes,
         headers: Sequence[tuple[bytes, bytes]],
-        body: bytes,
+        body: bytes | Upload,
         timeouts: Timeouts,
     ) -> Response:
         """Send one request and wait for the head of its answer. Cancelling it aborts the connection at once.
 
+        An engine may answer before it has all of an upload: an answer of 400 and more ends the upload, any other
+        goes on beside it.
+
         Args:
             path: with the query string; the target's own path prefix goes before it.
-            headers: what the engine gets beside Host and Content-Length, which must not be among them.
+            headers: what the engine gets beside Host, Content-Length and Transfer-Encoding, which must not be among
+                them.
+            timeouts: `first_byte_s` counts while an upload waits for the engine, and from its end on.
 
         Raises:
             BadRequest: a header or the path holds a character that would end its line.

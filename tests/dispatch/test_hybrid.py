@@ -60,8 +60,8 @@ class World:
             result: Any = (failure, b"%d" % failure) if isinstance(failure, int) else failure
             self.caller.behaviour[url] = lambda call, result=result: result  # type: ignore[misc]
 
-    async def ask(self, model: str = MODEL, **more: Any) -> Answer:
-        request = EngineRequest(b"POST", b"/v1/completions", list(HEADERS), RAW, model)
+    async def ask(self, model: str = MODEL, upload: Any = None, **more: Any) -> Answer:
+        request = EngineRequest(b"POST", b"/v1/completions", list(HEADERS), RAW, model, upload)
         return await asyncio.wait_for(self.hybrid.open(request, **more), 5)
 
     async def answer(self, **more: Any) -> tuple[int, str]:
@@ -98,6 +98,31 @@ async def test_an_answer_of_the_engines_own_is_handed_on(status: int) -> None:
     world.fail(status)
     assert await world.answer() == (status, H[0])
     assert world.called == [H[0]] and world.budget.taken == 0
+
+
+class Sent:
+    """An upload of which something has gone out, or nothing."""
+
+    length = None
+
+    def __init__(self, spent: bool) -> None:
+        self.spent = spent
+
+
+@pytest.mark.parametrize("first", [SILENT, BROKE, 500, 503], ids=str)
+async def test_a_body_that_is_gone_goes_to_nobody_else(first: UpstreamError | int) -> None:
+    world = World()
+    world.fail(first)
+    assert await world.answer(upload=Sent(spent=False)) == (200, H[1])
+    world = World()
+    world.fail(first)
+    if isinstance(first, int):
+        assert await world.answer(upload=Sent(spent=True)) == (first, H[0])
+    else:
+        with pytest.raises(type(first)):
+            await world.ask(upload=Sent(spent=True))
+    assert world.called == [H[0]] and world.budget.taken == 0
+    world.all_is_over()
 
 
 @pytest.mark.parametrize("first", [EngineRefused("x"), SILENT, BROKE, 500, 502, 503, 504], ids=str)

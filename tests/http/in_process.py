@@ -75,8 +75,9 @@ class Straight:
         self._target = Target(url)
 
     async def open(self, request: EngineRequest) -> Answer:
+        body = request.upload or request.body
         response = await self.transport.send(
-            self._target, request.method, request.path, request.headers, request.body, Timeouts(1, 5, 5, 0)
+            self._target, request.method, request.path, request.headers, body, Timeouts(1, 5, 5, 0)
         )
         return Answer(response, self._target.url, ())
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from app.errors import EngineBroke
+from app.http.endpoints import BESIDE_V1 as TABLE
 from app.http.routes import is_proxied
 from app.nodes import Node, Role, State
 from tests.http.fakes import FakeAnswer, World
@@ -193,3 +196,12 @@ async def test_a_stream_of_messages_that_breaks_says_so_in_their_own_words() -> 
             assert data == {"type": "error", "error": {"type": "api_error", "message": "gone"}}
         else:
             assert data["error"]["code"] == "engine_broke_off"
+
+
+def test_the_table_of_the_docs_is_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "endpoints.md").read_text()
+    found = re.search(r"<!-- endpoints: begin -->\n(.*)<!-- endpoints: end -->", page, re.DOTALL)
+    assert found is not None
+    rows = [f"| `{path}` | {engines} |" for path, engines in TABLE.items()]
+    assert found[1].splitlines() == ["| path | engines that have it |", "|---|---|", *rows]
+    assert list(TABLE) == BESIDE_V1

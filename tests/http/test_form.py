@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import BadRequest
-from app.http.form import MAX_PARTS, is_form, model_of_form
+from app.http.form import MAX_PARTS, Form, is_form, model_of_form
 
 TYPE = b"multipart/form-data; boundary=XX"
 
@@ -60,8 +60,9 @@ def test_empty_content_is_read_as_empty() -> None:
     assert refused(form(('name="model"', b""))).param == "model"
 
 
-def test_of_a_repeated_model_the_last_counts() -> None:
-    assert model_of(form(('name="model"', b"a"), ('name="model"', b"b"))) == "b"
+@pytest.mark.parametrize("second", [b"a", b"b"])
+def test_a_second_model_is_refused(second: bytes) -> None:
+    assert refused(form(('name="model"', b"a"), ('name="model"', second))).param == "model"
 
 
 def test_internal_field_is_refused() -> None:
@@ -79,7 +80,10 @@ def test_internal_field_is_refused() -> None:
         (b"--XX\r\n", TYPE),
         (b'--XX\r\nContent-Disposition: form-data; name="model"\r\n\r\nm', TYPE),
         (form(('name="model"', b"m"), boundary=b"YY"), TYPE),
-        (form(*[('name="model"', b"m")] * (MAX_PARTS + 1)), TYPE),
+        (form(*[('name="x"', b"m")] * MAX_PARTS, ('name="model"', b"m")), TYPE),
+        (b"--XX \r\n" + form(('name="model"', b"m"))[6:], TYPE),
+        (form(('name="model"', b"m" * 8193)), TYPE),
+        (form(('name="model"', b"m"), boundary=b"X" * 257), b"multipart/form-data; boundary=" + b"X" * 257),
         (b"--XX\r\nA: " + b"a" * 10_000 + b"\r\n\r\n\r\n--XX--", TYPE),
     ],
 )
@@ -128,3 +132,48 @@ def test_a_content_type_that_two_parsers_could_read_differently_is_refused(conte
 )
 def test_a_part_that_two_parsers_could_read_differently_is_refused(disposition: str) -> None:
     refused(form(('name="model"', b"m"), (disposition, b"{}")))
+
+
+WHOLE = b"before\r\n" + form(FILE, ('name="model"', b"m1"), ('name="prompt"', b"\r\n--X\r")) + b"after\r\n--XX"
+
+
+@pytest.mark.parametrize("at", range(len(WHOLE) + 1))
+def test_where_a_form_is_cut_makes_no_difference(at: int) -> None:
+    reader = Form(TYPE, allow_transfer_params=False)
+    reader.feed(WHOLE[:at])
+    reader.feed(WHOLE[at:])
+    assert reader.end() == "m1"
+
+
+def test_a_form_may_come_byte_by_byte() -> None:
+    reader = Form(TYPE, allow_transfer_params=False)
+    known_at = None
+    for i in range(len(WHOLE)):
+        reader.feed(WHOLE[i : i + 1])
+        if known_at is None and reader.model is not None:
+            known_at = i + 1
+    assert reader.end() == "m1"
+    assert known_at == WHOLE.index(b"m1\r\n--XX") + len(b"m1\r\n--XX")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_what_stands_behind_the_model_is_looked_at(size: int) -> None:
+    body = form(('name="model"', b"m"), FILE, ('name="with_cache"', b"true"))
+    reader = Form(TYPE, allow_transfer_params=False)
+
+    def feed_all() -> None:
+        for at in range(0, len(body), size):
+            reader.feed(body[at : at + size])
+
+    with pytest.raises(BadRequest) as caught:
+        feed_all()
+    assert caught.value.param == "with_cache"
+
+
+def test_a_form_that_is_cut_off_has_no_end() -> None:
+    body = form(('name="model"', b"m"), FILE)
+    for end in range(len(body) - len(b"--\r\n")):
+        reader = Form(TYPE, allow_transfer_params=False)
+        reader.feed(body[:end])
+        with pytest.raises(BadRequest):
+            reader.end()

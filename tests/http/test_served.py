@@ -120,6 +120,7 @@ def proxy_of(world: World, figures: Figures, **more: Any) -> Proxy:
         max_body_bytes=1000,
         allow_transfer_params=False,
         forward_client_key=False,
+        only_model=str,
         **more,
     )
 

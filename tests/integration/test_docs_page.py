@@ -111,6 +111,8 @@ def test_the_document_names_every_operation(deployment: Deployment) -> None:
 def test_every_documented_operation_exists(deployment: Deployment, engine: SimulatedEngine) -> None:
     paths = _document(deployment)["paths"]
     for path, item in paths.items():
+        if path == "/dashboard/events":
+            continue  # a stream without an end
         for method in set(item) & {"get", "post", "put", "delete", "patch"}:
             url = path.replace("{model}", "sim")
             body = b"{}" if method == "post" else None
@@ -145,11 +147,14 @@ def test_schemathesis_finds_no_500_and_no_untruth(deployment: Deployment, engine
     )
 
     schema = schemathesis.openapi.from_url(deployment.url + "/openapi.json")
+    paths = _document(deployment)["paths"]
     tried: set[str] = set()
     for result in schema.get_all_operations():
         operation = result.ok()
         if operation.path == "/dashboard/events":
             continue  # a stream without an end
+        if "501" in paths[operation.path][operation.method.lower()]["responses"]:
+            continue  # it has no other answer
 
         @given(case=operation.as_strategy())
         @settings(

@@ -1,0 +1,101 @@
+"""A form on its way from a client to an engine, of which only the beginning is held.
+
+Owns what has come and has not gone on. It must not know engines; `app.upstream` asks it for pieces
+(`app.upstream.transport.Upload`).
+
+Nothing can go on before the form has named its model, and that field may stand behind the file. What comes before it
+is held in memory up to `HELD_BYTES`, beyond that in a temporary file: clients that put the model last are rare, and
+their uploads must not fill the memory of all others. Even where the model comes first, the first `AT_ONCE_BYTES` are
+held: a form that is no longer than that goes as one piece, like any other request, and can be sent to another engine.
+"""
+
+from __future__ import annotations
+
+import tempfile
+
+from starlette.types import Receive
+
+from app.http.body import ClientLeft, too_large
+from app.http.form import Form
+
+AT_ONCE_BYTES = 512 * 1024
+HELD_BYTES = 2 * AT_ONCE_BYTES
+"""More than AT_ONCE_BYTES and the longest piece that comes: a form with its model first needs no file."""
+PIECE_BYTES = 64 * 1024
+
+
+class Upload:
+    """One request's. `begin` first; then `whole` if all has come, else `read` to the end.
+
+    Args:
+        length: what Content-Length says; None: the form comes in chunks.
+        setting: the flag that changes the bound, for the message.
+    """
+
+    def __init__(
+        self, receive: Receive, form: Form, *, length: int | None, limit_bytes: int, setting: str = ""
+    ) -> None:
+        self.length = length
+        self.spent = False
+        self.ended = False
+        self.received_bytes = 0
+        self.whole: bytes | None = None
+        self._receive = receive
+        self._form = form
+        self._limit_bytes = limit_bytes
+        self._setting = setting
+        self._held = tempfile.SpooledTemporaryFile(max_size=HELD_BYTES)  # noqa: SIM115  # closed with the request
+
+    def __repr__(self) -> str:
+        return f"<Upload received_bytes={self.received_bytes} ended={self.ended} spent={self.spent}>"
+
+    async def begin(self) -> str:
+        """Read until the model is known. Returns it.
+
+        Raises:
+            BodyTooLarge, BadRequest: it is too large, or no form that names a model.
+            ClientLeft: the client disconnected first.
+        """
+        if self.length is not None and self.length > self._limit_bytes:
+            raise too_large(self._limit_bytes, self._setting)
+        while not self.ended and (self._form.model is None or self.received_bytes < AT_ONCE_BYTES):
+            self._held.write(await self._next())
+        self._held.seek(0)
+        if self.ended and self.received_bytes <= HELD_BYTES:
+            self.whole = self._held.read()
+        assert self._form.model is not None  # or its end would have been refused
+        return self._form.model
+
+    async def read(self) -> bytes:
+        """As `transport.Upload.read`; raises as `begin`."""
+        if piece := self._held.read(PIECE_BYTES):
+            return piece
+        if self.ended:
+            return b""
+        self.spent = True
+        return await self._next()
+
+    def rewind(self) -> None:
+        self._held.seek(0)
+
+    def close(self) -> None:
+        self._held.close()
+
+    async def _next(self) -> bytes:
+        """What comes next; b"" only at the end. The end counts with its last byte: after that nothing can be kept
+        from the engine."""
+        while not self.ended:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            piece: bytes = message.get("body", b"")
+            self.received_bytes += len(piece)
+            if self.received_bytes > self._limit_bytes:
+                raise too_large(self._limit_bytes, self._setting)
+            self._form.feed(piece)
+            if not message.get("more_body", False) or self.received_bytes == self.length:
+                self.ended = True
+                self._form.end()
+            if piece:
+                return piece
+        return b""

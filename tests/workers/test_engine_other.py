@@ -1,0 +1,64 @@
+"""What the simulated engine answers beside chat."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.integration.serving import Factory
+from tests.support.http import request
+
+ASKED: dict[str, dict[str, Any]] = {
+    "/score": {"text_1": "a", "text_2": ["b", "c"]},
+    "/v1/rerank": {"query": "a", "documents": ["b", "c", "d"], "top_n": 2},
+    "/classify": {"input": ["a", "b"]},
+    "/pooling": {"input": "a"},
+    "/detokenize": {"tokens": [104, 105]},
+    "/generate": {"text": "a"},
+    "/v1/messages": {"messages": []},
+    "/v1/messages/count_tokens": {"messages": []},
+    "/v1/responses": {"input": "a"},
+}
+
+
+def ask(url: str, path: str, body: dict[str, Any]) -> Any:
+    return request("POST", url + path, body=json.dumps(body).encode(), headers={"content-type": "application/json"})
+
+
+def test_each_call_has_its_shape(engine_factory: Factory) -> None:
+    url = engine_factory(chunks=2).url
+    said = {path: ask(url, path, body).json() for path, body in ASKED.items()}
+    assert [row["score"] for row in said["/score"]["data"]] == [1 / 2, 1 / 3]
+    assert [row["document"]["text"] for row in said["/v1/rerank"]["results"]] == ["b", "c"]
+    assert len(said["/classify"]["data"]) == 2 and len(said["/pooling"]["data"]) == 1
+    assert said["/detokenize"] == {"prompt": "hi"}
+    assert said["/generate"]["text"] == "token0 token1 "
+    assert said["/v1/messages"]["content"] == [{"type": "text", "text": "token0 token1 "}]
+    assert said["/v1/messages/count_tokens"] == {"input_tokens": 5}
+    assert said["/v1/responses"]["output"][0]["content"][0]["text"] == "token0 token1 "
+    assert ask(url, "/tokenize", {"prompt": "hi"}).json()["tokens"] == [104, 105]
+
+
+@pytest.mark.parametrize(
+    ("path", "last"),
+    [("/generate", "data: [DONE]"), ("/v1/messages", "event: message_stop"), ("/v1/responses", "response.completed")],
+)
+def test_streams_end_in_their_own_way(engine_factory: Factory, path: str, last: str) -> None:
+    reply = ask(engine_factory(chunks=3).url, path, ASKED[path] | {"stream": True})
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert last in reply.text.strip().split("\n\n")[-1]
+
+
+def test_a_form_is_transcribed(engine_factory: Factory) -> None:
+    url = engine_factory(chunks=1).url + "/v1/audio/transcriptions"
+    sent = {"content-type": "multipart/form-data; boundary=x"}
+    assert request("POST", url, body=b"--x--", headers=sent).json()["text"] == "token0 "
+
+
+def test_what_it_cannot_read_it_refuses(engine_factory: Factory) -> None:
+    url = engine_factory().url
+    assert ask(url, "/score", {"model": "other"}).status == 404
+    assert ask(url, "/detokenize", {"tokens": 3}).status == 400
+    assert request("POST", url + "/rerank", body=b"[]").status == 400
