@@ -144,6 +144,26 @@ async def test_an_engine_that_refuses_early_is_heard(transport: Http1Transport) 
         assert (transport.open, transport.in_use) == (0, 0)  # the rest of the request was never sent on it
 
 
+async def test_after_a_refusal_no_more_is_sent(transport: Http1Transport) -> None:
+    go_on, told = asyncio.Event(), asyncio.Event()
+    got = []
+
+    async def script(peer: Peer) -> None:
+        await peer.head()
+        await peer.send(TOO_LARGE[:-4])
+        await told.wait()
+        await peer.send(b"big!")
+        got.append(await peer.gone())
+
+    async with ScriptedServer(script) as server:
+        response = await send(transport, server.url, Pieces(b"abc", go_on, b"def", length=6))
+        go_on.set()
+        await turns(20)
+        told.set()
+        assert (response.status, await whole(response)) == (413, b"big!")
+        await until(lambda: got == [b"abc"])
+
+
 async def test_another_early_answer_goes_on_beside_the_upload(transport: Http1Transport) -> None:
     go_on = asyncio.Event()
     got = []
