@@ -61,7 +61,7 @@ def greeting(
         *_adding(f"{command} nodes add http://HOST:PORT", to_us, url, Topology.of(settings)),
         "Look at the state:",
         f"  {command} nodes list{to_us}",
-        f"  {command} top{to_us}",
+        f"  {command} top{to_us}    # in a browser: {url}/dashboard",
         f"  {redis_command(settings)} hgetall 'evenhand:{{{settings.namespace}}}:unfinished'",
     ]
     if embedded:
