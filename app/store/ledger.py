@@ -74,6 +74,8 @@ BACKOFF_S = (0.05, 1.0)
 DONE = int(Code.DONE)
 PACKED_DRAWS = b"$12\r\n0.%010d\r\n$12\r\n0.%010d\r\n"
 """Two numbers in [0, 1), packed."""
+STAGES = {Role.Hybrid: "request", Role.Prefill: "prefill", Role.Decode: "decode", Role.Encode: "encode"}
+"""What a request wants of a node of the role."""
 MULTI, EXEC = packed_command(("MULTI",)), packed_command(("EXEC",))
 
 Select = Callable[[Snapshot], Pool]
@@ -329,9 +331,10 @@ class Ledger:
                         self._release(url, None)
                 raise
             if code == DONE:
+                tickets = [Ticket(self, url) for url in urls]
                 if journey is not None:
-                    self._note_tries(journey, urls, began_s, sight)
-                return [Ticket(self, url) for url in urls]
+                    self._note_tries(journey, tickets, began_s, sight)
+                return tickets
             if code == Code.STALE:
                 try:
                     await self._registry.catch_up()
@@ -347,9 +350,10 @@ class Ledger:
         # Redis may have come back since this was decided to be local: then it must hear of it.
         if self._pipeline is not None:
             self._restate_soon()
+        tickets = [Ticket(self, url) for url in urls]
         if journey is not None:
-            self._note_tries(journey, urls, began_s, None)
-        return [Ticket(self, url) for url in urls]
+            self._note_tries(journey, tickets, began_s, None)
+        return tickets
 
     def _call(self, call: Prepared, version: int | None, count: int, words: bytes) -> bytes:
         """An acquire on the wire. `version` None: whatever it is; `words`: `count` arguments behind it, packed."""
@@ -615,26 +619,22 @@ class Ledger:
         self._sights = now_s, count
         return count <= WATCHED_A_SECOND
 
-    def _note_tries(self, journey: Journey, urls: Sequence[str], began_s: float, sight: Sight | None) -> None:
-        took_s = time.monotonic() - began_s
-        for number, url in enumerate(urls):
-            stage = self._stage(journey, url)
-            if stage == "encode" and any(one.node == url and one.at_s == began_s for one in journey.tries):
+    def _note_tries(self, journey: Journey, tickets: list[Ticket], began_s: float, sight: Sight | None) -> None:
+        # For each request where journeys are logged: few calls.
+        nodes = self._registry.snapshot.nodes
+        for number, ticket in enumerate(tickets):
+            url = ticket.url
+            stage = STAGES[nodes[url].role] if url in nodes else "request"
+            if stage == "decode" and not any(one.stage == "prefill" for one in journey.tries):
+                stage = "request"  # nobody prefilled it: the node does all
+            elif stage == "encode" and any(one.node == url and one.at_s == began_s for one in journey.tries):
                 continue  # another item of the same request
-            taken = Try(url, began_s, took_s, stage=stage)
+            taken = Try(url, began_s, ticket._since - began_s, stage=stage)
             if sight is not None:
                 # One pool for each node; or one for all of them, as items have.
-                pool = number if len(sight.pools) == len(urls) else 0
+                pool = number if len(sight.pools) == len(tickets) else 0
                 taken.candidates, taken.left_off = sight.candidates(pool, url)
-            journey.tries.append(taken)
-
-    def _stage(self, journey: Journey, url: str) -> str:
-        """What the request wants of the node. One that decodes does all of a request that nobody prefilled."""
-        node = self._registry.snapshot.nodes.get(url)
-        role = Role.Hybrid if node is None else node.role
-        if role is Role.Decode and any(one.stage == "prefill" for one in journey.tries):
-            return "decode"
-        return {Role.Prefill: "prefill", Role.Encode: "encode"}.get(role, "request")
+            journey.tries += [taken]
 
     # --- notes ------------------------------------------------------------------------------------
 
