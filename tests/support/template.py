@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -33,6 +34,15 @@ from tests.support import guard
 
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = ("app.cli", "gunicorn")
+LOADED = (
+    "app.main",
+    "app.serve_command",
+    "gunicorn.app.wsgiapp",
+    "workers.engine",
+    "workers.master",
+    "workers.server",
+    "workers.supervisor",
+)
 ROOM_FOR_TITLES = 16_384
 """Bytes of arguments that a template is started with, so that its forks can write theirs over them."""
 
@@ -105,12 +115,8 @@ def the_template() -> Template:
 
 
 def main(fd: int) -> None:
-
-    import workers.engine
-    import workers.master
-    import workers.server
-    import workers.supervisor  # noqa: F401
-
+    for module in LOADED:
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()
     subprocess._fork_exec = _fork_or_exec(subprocess._fork_exec)  # type: ignore[attr-defined]
