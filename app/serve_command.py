@@ -50,22 +50,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for line in misspelt_variables(os.environ):
-        print(f"evenhand serve: {line}", file=sys.stderr)
+    doubts = [*misspelt_variables(os.environ)]
     try:
         flags = {name: getattr(args, name) for name in Settings.model_fields}
         settings = Settings.load(flags)
         # A contradiction is one line here, and a traceback in every worker.
         idle = Topology.of(settings).without_effect(settings)
         if idle is not None:
-            print(f"evenhand serve: {idle}", file=sys.stderr)
+            doubts.append(idle)
+        if "log_sample" in settings.model_fields_set and settings.log_requests != "all":
+            doubts.append("--log-sample has no effect without --log-requests all")
         # After the check: a wrong flag should not wait for a server's imports.
         from workers.in_force import sources_of
+        from workers.processes import warn
         from workers.supervisor import serve
 
+        while doubts:
+            warn(doubts.pop(0), settings.log_format)
         return serve(settings, sources=sources_of(flags), simulate=args.simulate)
     except ConfigurationError as e:
-        print(f"evenhand serve: {e.message}", file=sys.stderr)
+        for line in (*doubts, e.message):
+            print(f"evenhand serve: {line}", file=sys.stderr)
         return 2
 
 

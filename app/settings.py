@@ -163,7 +163,7 @@ def _check_trace_endpoint(value: str) -> str:
         except ModuleNotFoundError:
             found = None
         if found is None:
-            raise ValueError("needs what is not installed: pip install 'evenhand[otel]'")
+            raise ValueError("can't be used without the extra otel: pip install '.[otel]' where `pip install .` was")
     return value
 
 
@@ -172,6 +172,12 @@ def _check_host(value: str) -> str:
     if not host or re.search(r"[\s/]", host):
         raise ValueError("must be a host name or an address such as 0.0.0.0 or ::")
     return host
+
+
+def _check_path(value: object) -> object:
+    if value == "":
+        raise ValueError("must be a path; an empty one would be the working directory")
+    return value
 
 
 def _absolute(value: Path) -> Path:
@@ -195,7 +201,7 @@ Networks = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterVa
 Seconds = Annotated[float, Ge(0), Field(allow_inf_nan=False)]
 Wait = Annotated[float, Ge(0.001), Field(allow_inf_nan=False)]
 Upper = BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value)
-FilePath = Annotated[Path, AfterValidator(_absolute)]
+FilePath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(_absolute)]
 
 
 def _environment_names(own: str, other: str) -> AliasChoices:
@@ -308,7 +314,7 @@ class Settings(BaseSettings):
     trace_endpoint: Annotated[str, AfterValidator(_check_trace_endpoint)] | None = Field(
         None,
         description="OTLP/HTTP collector that gets a trace of each request, as http://HOST:4318; needs the extra "
-        "evenhand[otel]. OTEL_* variables say the rest. Not given: no traces; traceparent is passed on.",
+        "otel. OTEL_* variables say the rest. Not given: no traces; traceparent is passed on.",
     )
 
     # --- nodes ---------------------------------------------------------------------------------------
@@ -639,7 +645,7 @@ def _one_line(error: ErrorDetails, flags: Mapping[str, object]) -> str:
     else:
         text = f"must be {allowed(field)}" if allowed(field) else error["msg"]
     shown = isinstance(error["input"], (str, int, float)) and not is_secret(name) and "@" not in str(error["input"])
-    value = f", not {error['input']!r}" if shown else ""
+    value = f", not {error['input']!r}" if shown and not text.startswith("can't") else ""
     return " ".join(f"{_source_of(name, flags)}: {text}{value}".split())
 
 

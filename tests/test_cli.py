@@ -23,7 +23,8 @@ import pytest
 
 from app import __version__, cli, nodes_command
 from app.settings import Settings, flag_of
-from tests.support.process import Process
+from tests.support.process import Process, children
+from tests.support.process import command as command_of
 from tests.support.wait import eventually
 from workers.endpoint import Endpoint
 from workers.greeting import greeting
@@ -355,7 +356,7 @@ def test_the_greetings_commands_have_what_they_need(flags: dict[str, Any], optio
     settings = Settings.load({"redis_url": "redis://r", **flags})
     text = greeting("http://127.0.0.1:8000", settings, [], None, embedded=False)
     assert f"nodes add http://HOST:PORT{options}    #" in text and f"nodes list{options}\n" in text
-    assert f" top{options}\n" in text
+    assert f" top{options}    # in a browser: http://127.0.0.1:8000/dashboard\n" in text
     assert "--role" not in text and "hush" not in text
 
 
@@ -495,3 +496,65 @@ def processes_with(text: str) -> dict[int, str]:
 def listens(url: str) -> bool:
     with socket.socket() as sock:
         return sock.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) == 0
+
+
+@pytest.mark.timeout(60)
+def test_simulated_engines_are_registered_where_nobody_is_trusted_without_a_key(
+    state_dir: Path, tmp_path: Path
+) -> None:
+    flags = ["--simulate", "1", "--workers", "1", "--admin-keys", "hush", "--trusted-nodes", "none"]
+    served = Served(state_dir, tmp_path / "log", *flags)
+    try:
+        assert "refused" not in served.process.log() and "hush" not in served.process.log()
+        assert "its network must be in --trusted-nodes" in served.greeting
+        assert "Not ready" not in served.greeting
+        served.stop()
+    finally:
+        served.process.kill()
+
+
+@pytest.mark.timeout(60)
+def test_every_line_of_stderr_is_json_where_that_is_asked_for(state_dir: Path, tmp_path: Path) -> None:
+    words = ["--server-name", "127.0.0.1", "--server-port", "0", "--state-dir", str(state_dir), "--workers", "1"]
+    words += ["--log-format", "json", "--log-level", "INFO", "--link-type", "IB", "--log-sample", "0.5"]
+    with (tmp_path / "err").open("wb") as err, (tmp_path / "out").open("wb") as out:
+        process = subprocess.Popen(
+            [*EVENHAND, "serve", *words, "--simulate", "1"],
+            stdout=out,
+            stderr=err,
+            cwd=ROOT,
+            env={**os.environ, "EVENHAND_WORKRS": "3"},
+        )
+        try:
+            eventually(lambda: "Ctrl-C stops" in (tmp_path / "out").read_text(), within_s=30)
+            engine = next(pid for pid in children(process.pid) if " engine " in command_of(pid))
+            os.kill(engine, signal.SIGKILL)
+            eventually(lambda: "simulated engine" in (tmp_path / "err").read_text(), within_s=5)
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(20)
+    lines = [json.loads(line) for line in (tmp_path / "err").read_text().splitlines()]
+    said = " ".join(line["message"] for line in lines)
+    for words_ in (
+        "EVENHAND_WORKRS",
+        "--link-type has no effect",
+        "--log-sample has no effect",
+        "the simulated engine",
+    ):
+        assert words_ in said
+    assert all(set(line) >= {"time", "level", "pid", "logger", "message"} for line in lines)
+
+
+@pytest.mark.timeout(60)
+def test_the_greeting_waits_a_moment_for_the_nodes_that_are_named(state_dir: Path, tmp_path: Path) -> None:
+    engine = Process([*EVENHAND, "engine", "--model", "m"], log_file=tmp_path / "engine", cwd=ROOT)
+    try:
+        url = eventually(lambda: re.search(r"http://\S+", engine.log()), within_s=10)[0]
+        served = Served(state_dir, tmp_path / "log", "--workers", "1", "--nodes", url)
+        try:
+            assert "Not ready" not in served.greeting and '"model": "m"' in served.greeting
+            served.stop()
+        finally:
+            served.process.kill()
+    finally:
+        engine.kill()

@@ -353,3 +353,17 @@ def test_variables_that_are_no_setting_are_told_with_the_nearest_that_is_and_wit
 def test_a_port_that_no_kubernetes_set_is_told() -> None:
     (line,) = misspelt_variables({"EVENHAND_PORT": "9000"})
     assert "EVENHAND_PORT is no setting" in line and "9000" not in line
+
+
+def test_an_empty_path_is_refused_and_not_taken_for_the_working_directory() -> None:
+    with pytest.raises(ConfigurationError, match="--state-dir: must be a path; an empty one"):
+        Settings.load({"state_dir": ""})
+
+
+def test_what_traces_need_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError) as caught:
+        Settings.load({"trace_endpoint": "http://h:4318"})
+    assert caught.value.message == (
+        "--trace-endpoint: can't be used without the extra otel: pip install '.[otel]' where `pip install .` was"
+    )

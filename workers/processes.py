@@ -6,10 +6,12 @@ Owns the two or three system calls for it; knows no Redis, no gunicorn and no se
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent  # where `app` and `workers` are imported from
@@ -39,6 +41,16 @@ def child_setup(signum: signal.Signals = signal.SIGTERM) -> Callable[[], None]:
         die_with_parent(parent_pid, signum)
 
     return prepare
+
+
+def warn(text: str, log_format: str) -> None:
+    """A line on stderr of a process that has no log of its own, in the form of those beside it."""
+    if log_format == "json":
+        moment = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line = {"time": moment, "level": "WARNING", "pid": os.getpid(), "logger": "evenhand.serve", "message": text}
+        print(json.dumps(line, ensure_ascii=False), file=sys.stderr, flush=True)
+    else:
+        print(f"evenhand serve: {text}", file=sys.stderr, flush=True)
 
 
 def python_command(module: str) -> list[str]:
