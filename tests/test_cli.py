@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.server
 import json
 import os
@@ -375,14 +376,14 @@ def test_the_greeting_names_the_roles_where_prefill_and_decode_are_separate(prot
 
 
 def test_serve_tells_of_settings_that_change_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.supervisor.serve", lambda settings, *, sources, simulate: 0)
     assert run("serve", "--pd-protocol", "nixl", "--dummy-prefill") == 0
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("evenhand serve: --pd-protocol, --dummy-prefill have no effect without --serving-strategy")
     assert run("serve", "--serving-strategy", "DistServe", "--pd-protocol", "mooncake", "--dummy-prefill") == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("evenhand serve: --dummy-prefill can't be used with --pd-protocol mooncake")
 
 
@@ -558,3 +559,28 @@ def test_the_greeting_waits_a_moment_for_the_nodes_that_are_named(state_dir: Pat
             served.process.kill()
     finally:
         engine.kill()
+
+
+@pytest.mark.timeout(60)
+def test_dead_workers_are_replaced_and_the_end_comes_though_nobody_reads_stderr(
+    state_dir: Path, tmp_path: Path
+) -> None:
+    words = ["--server-name", "127.0.0.1", "--server-port", "0", "--state-dir", str(state_dir), "--workers", "1"]
+    read_end, write_end = os.pipe()
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(write_end, b"x" * 4096)  # full
+    with (tmp_path / "out").open("wb") as out:
+        process = subprocess.Popen([*EVENHAND, "serve", *words], stdout=out, stderr=write_end, cwd=ROOT)
+    os.close(write_end)
+    try:
+        eventually(lambda: "Ctrl-C stops" in (tmp_path / "out").read_text(), within_s=30)
+        master = next(pid for pid in children(process.pid) if "gunicorn" in command_of(pid))
+        (worker,) = children(master)
+        os.kill(worker, signal.SIGKILL)
+        eventually(lambda: (now := children(master)) and worker not in now, within_s=10)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        os.close(read_end)
+        process.kill()
+        process.wait()

@@ -31,7 +31,7 @@ from workers.agreed import MASTER_MARGIN_S, READY_FD_VARIABLE, SOURCES_VARIABLE
 from workers.embedded_redis import EmbeddedRedis, EmbeddedRedisError
 from workers.endpoint import Endpoint
 from workers.greeting import greeting, trusts
-from workers.processes import ROOT, child_setup, python_command, python_environment, warn
+from workers.processes import ROOT, child_setup, python_command, python_environment, say, warn
 
 SIMULATED_MODEL = "sim"
 TICK_S = 1.0
@@ -60,7 +60,7 @@ def serve(settings: Settings, *, sources: Mapping[str, str], simulate: int = 0) 
     try:
         joined = redis.join()
         if joined:
-            print(f"joining the embedded Redis that runs in {redis.directory}", flush=True)
+            say(f"joining the embedded Redis that runs in {redis.directory}")
         settings, sources = settings.model_copy(update={"redis_url": redis.url}), {**sources, "redis_url": "embedded"}
         return Supervisor(settings, redis, simulate, sources).run()
     except EmbeddedRedisError as e:
@@ -180,7 +180,7 @@ class Supervisor:
         if self._stops == 1 and signum != signal.SIGQUIT:
             grace_s = self._settings.grace_s
             self._kill_at = time.monotonic() + grace_s + MASTER_MARGIN_S + TICK_S
-            print(f"\nstopping: running requests have {grace_s:g} s; once more ends them now", flush=True)
+            say(f"\nstopping: running requests have {grace_s:g} s; once more ends them now")
             for url in self._engines:  # the registry outlives them; what runs on them goes on
                 self._endpoint.remove_node(url)
             self._gunicorn.send_signal(signal.SIGTERM)
@@ -268,7 +268,7 @@ class Supervisor:
             embedded=self._redis is not None,
             unused=unused,
         )
-        print(text, flush=True)
+        say(text)
 
     def _start_engine(self) -> None:
         port = free_port("127.0.0.1", 0)
