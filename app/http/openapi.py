@@ -778,6 +778,7 @@ def _documents() -> Schema:
         "Explanation": whole(
             model=text,
             strategy=strategies,
+            redis=whole(up={"type": "boolean"}, reason=perhaps(text)),
             rule={**text, "description": "What the strategy does, in words."},
             choices=listed(
                 whole(
