@@ -160,7 +160,7 @@ def _node(node: dict[str, Any], c: Columns, part: float, known: bool, width: int
     reason = _reason(node)
     url = printable(node["url"]).removeprefix("http://")
     start = [(state, c.state, "left", style), (printable(node["role"]), c.role, "left", "")]
-    if reason and not c.reason and not node["unfinished"] and node["state"] != "ready":
+    if cell_len(reason) > c.reason and not node["unfinished"] and node["state"] != "ready":
         # Nothing runs there: the cells of its load and latency are the reason's.
         url = sized(url, c.url, "tail").rstrip()
         return _row([*start, (f"{url}: {reason}", width - c.state - c.role - 2, "left", "bold")])

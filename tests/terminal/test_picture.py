@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_said() -> None:
 
 
 def test_sections_without_room_are_named() -> None:
-    lines = picture(busy(), height=14, decisions=(decision(1),) * 9)
+    lines = picture(busy(), height=15, decisions=(decision(1),) * 9)
     assert lines[-1] == "no room for: workers, encoders, links"
     assert "latest decisions: a sample, at most 5 a second of each worker" in lines
 

@@ -177,7 +177,7 @@ def test_nodes_are_listed_as_last_known_while_redis_is_away(
 def test_a_list_names_each_node_once(run: Run, deployment: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
     deployment.nodes = {HTTP: {"role": 1, "state": "down", "reason": f"engine {HTTP} refused the connection"}}
     assert run("nodes", "list", "--url", deployment.url) == 0
-    assert capsys.readouterr().out.splitlines()[1].split("  ")[-1] == "refused the connection"
+    assert capsys.readouterr().out.splitlines()[1].split("  ")[-1].strip() == "refused the connection"
 
 
 @pytest.mark.parametrize("command", ["top --once", "explain --model m"])
