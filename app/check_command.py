@@ -35,7 +35,7 @@ example:
 
 Without --url it looks at Redis: --redis-url, else EVENHAND_REDIS_URL, else the embedded one in --state-dir.
 ok: it is well. warn: it works, and will not in some case that is to be expected. bad: requests fail or state is lost.
-Ends with 0 when nothing is bad, else with 1.
+Ends with 0 when nothing is bad, with 1 when something is, with 2 when it does not know what to look at.
 """
 CONNECT_S = 2.0
 
@@ -147,8 +147,8 @@ def _embedded(settings: Any) -> str:
     except OSError:
         pass
     raise Misused(
-        f"no Redis is named (--redis-url, EVENHAND_REDIS_URL), and there is no embedded one in {settings.state_dir}; "
-        "start `evenhand serve`, or name the deployment: --redis-url or --url"
+        f"no Redis is named, and there is no embedded one in {settings.state_dir}; start `evenhand serve`, or say "
+        "where it is: --state-dir as of `serve` (EVENHAND_STATE_DIR), --redis-url or --url"
     )
 
 
@@ -185,7 +185,7 @@ def _look_at_redis(report: Report, settings: Any, url: str) -> list[str]:
     except (RedisError, EvenhandError, OSError) as e:
         text = _words_of(e)
         report.add([bad("redis.reach", text, _how_to_reach(text))])
-        report.not_checked.append(("what Redis was not asked for any more", "see redis.reach"))
+        report.not_checked.append(("keys, workers and nodes", "Redis did not answer"))
         return []
     try:
         state = ByRedis(url, settings.namespace).state()
@@ -225,6 +225,8 @@ def _how_to_reach(text: str) -> str:
         return "name user and password: redis://USER:PASSWORD@HOST:PORT (percent-encode what is special in them)"
     if "NOPERM" in text:
         return "give this user the commands and the keys evenhand:* (ACL SETUSER)"
+    if "Timeout reading" in text or "did not answer" in text:
+        return "it accepts connections but does not answer: is its process stopped, or its host overloaded?"
     if "loading" in text:
         return "it reads its data from disk; wait"
     if "MOVED" in text:

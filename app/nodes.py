@@ -83,6 +83,12 @@ class Node:
     breaker_opens: int = 0  # in a row
 
 
+def about_itself(text: str, url: str) -> str:
+    """What is said of a node, without its own address, where that stands beside it."""
+    text = re.sub(rf"( of)? ?\b(engine )?{re.escape(url)}(?=[\s:;,.)]|$)(?!:\d):?", "", text)
+    return text.strip(" :")
+
+
 def normalise_url(value: object, *, field: str = "url") -> str:
     """The one spelling of a node URL, or a refusal where it could mean two things. Nothing is looked up.
 

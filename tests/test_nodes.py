@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import BadRequest
-from app.nodes import Node, Role, State, normalise_url, parse_models, parse_role, parse_speed
+from app.nodes import Node, Role, State, about_itself, normalise_url, parse_models, parse_role, parse_speed
 from app.upstream.transport import Target
 
 
@@ -277,3 +277,19 @@ def test_an_ipv6_address_has_one_spelling() -> None:
     assert normalise_url("http://[0:0:0:0:0:0:0:1]:8000") == "http://[::1]:8000"
     with pytest.raises(BadRequest):
         normalise_url("http://[v1.a]:8000")
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("engine http://a:1 refused the connection", "refused the connection"),
+        ("engine http://a:1: its host name can't be resolved", "its host name can't be resolved"),
+        ("the answer of engine http://a:1 was closed before its end", "the answer was closed before its end"),
+        ("it is down: engine http://a:1: TLS failed", "it is down: TLS failed"),
+        ("engine http://a:12 refused the connection", "engine http://a:12 refused the connection"),
+        ("http://a:1/health is gone", "http://a:1/health is gone"),
+        ("", ""),
+    ],
+)
+def test_what_is_said_of_a_node_does_not_name_it_again(text: str, left: str) -> None:
+    assert about_itself(text, "http://a:1") == left

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from app.checks.nodes import ANSWERS
 from app.errors import UpstreamError
-from app.terminal.words import reason_of
+from app.nodes import about_itself
 from app.upstream.management import EngineClient, Verdict
 
 ASKED_AT_ONCE = 32
@@ -31,7 +31,7 @@ async def ask(keys: Mapping[str, str | None], *, timeout_s: float, tls: ssl.SSLC
                 health = await engines.health(url, keys[url])
                 found[url] = ANSWERS if health.verdict is Verdict.OK else f"it says {health.word}"
             except UpstreamError as e:
-                found[url] = reason_of(e.message, url)
+                found[url] = about_itself(e.message, url)
 
     try:
         async with asyncio.timeout(ASKING_S):

@@ -279,8 +279,9 @@ class Admin:
         try:
             return await self._engines.models(wanted.url, key)
         except UpstreamError as e:
-            # One status and code for every way to fail, as LMDeploy has; its words behind what happened.
-            text = f"{e.message}{_hint(wanted.url, e)}. Failed to get response after a period of time"
+            # One status and code for every way to fail, as LMDeploy has. Its words stand behind what happened, as
+            # the code's name: the engine may well have answered at once.
+            text = f"{e.message}{_hint(wanted.url, e)} (10402: Failed to get response after a period of time)"
             raise EngineTimeout(text, stage="models") from e
 
     async def _terminate(self, url: str) -> None:

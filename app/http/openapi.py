@@ -729,8 +729,8 @@ def _documents() -> Schema:
                     unfinished=count,
                     failures={**count, "description": "In a row."},
                     latency_s={**listed(seconds), "maxItems": 15, "description": "The oldest first."},
-                    requests={**count, "description": "Of the last minute."},
-                    share={**ratio, "description": "Of the last minute's requests of its role."},
+                    requests={**count, "description": "Given to it in the last minute, retries too."},
+                    share={**ratio, "description": "Of what was given to its role in the last minute."},
                 )
             ),
             workers=listed(
@@ -778,6 +778,7 @@ def _documents() -> Schema:
         "Explanation": whole(
             model=text,
             strategy=strategies,
+            redis=whole(up={"type": "boolean"}, reason=perhaps(text)),
             rule={**text, "description": "What the strategy does, in words."},
             choices=listed(
                 whole(

@@ -20,7 +20,7 @@ from app import __version__
 from app.balancing import WEIGHS, Candidate, Encoder, Weighing, weigh_encoders
 from app.balancing.encoders import ENCODER_POLICIES
 from app.errors import ModelNotFound, NoNodeAvailable, StoreUnavailable
-from app.nodes import Breaker, Node, Role, State
+from app.nodes import Breaker, Node, Role, State, about_itself
 from app.store import decisions
 from app.store.dispatched import of_last_minute
 from app.store.keys import Keys
@@ -121,16 +121,17 @@ class View:
         """An `explain`. Raises ModelNotFound; StoreUnavailable only where there is no worker."""
         try:
             arrangement, counts = await self._reached(self._read_counts())
-            trouble = False
-        except StoreUnavailable:
+            trouble = None
+        except StoreUnavailable as e:
             if self._ledger is None:
                 raise
-            arrangement, counts, trouble = self._arrangement, self._own_counts(self._ledger), True
+            arrangement, counts, trouble = self._arrangement, self._own_counts(self._ledger), e.message
         snapshot = self._registry.snapshot
         if not snapshot.knows(model):
             raise ModelNotFound(f"The model {model[:200]!r} does not exist.", param="model")
-        shunned = {url for url in snapshot.nodes if trouble and self._ledger is not None and self._ledger.shuns(url)}
-        return explanation(snapshot, model, arrangement, counts, shunned)
+        alone = self._ledger if trouble is not None else None
+        shunned = {url for url in snapshot.nodes if alone is not None and alone.shuns(url)}
+        return _of_redis(trouble) | explanation(snapshot, model, arrangement, counts, shunned)
 
     async def watch(self) -> None:
         """Say that somebody looks: once a second. Raises StoreUnavailable."""
@@ -266,7 +267,7 @@ def state_of(standing: Standing) -> Json:
         "strategy": arrangement and arrangement.strategy,
         "encoder_policy": arrangement and arrangement.encoder_policy,
         "serving": arrangement and arrangement.serving,
-        "redis": {"up": standing.trouble is None, "reason": standing.trouble},
+        **_of_redis(standing.trouble),
         "registry_version": overview.version,
         "models": Snapshot(overview.version, nodes).models(),
         "nodes": [_node(node, standing, of_role[node.role]) for node in nodes.values()],
@@ -281,13 +282,17 @@ def state_of(standing: Standing) -> Json:
     }
 
 
+def _of_redis(trouble: str | None) -> Json:
+    return {"redis": {"up": trouble is None, "reason": trouble}}
+
+
 def _node(node: Node, standing: Standing, of_its_role: int) -> Json:
     requests = standing.requests.get(node.url, 0)
     return {
         "url": node.url,
         "role": node.role.name,
         "state": node.state.value,
-        "reason": node.reason,
+        "reason": about_itself(node.reason, node.url),
         "breaker": node.breaker.value,
         "models": list(node.models),
         "speed": node.speed,
@@ -428,7 +433,7 @@ def _why_not(node: Node, model: str, shunned: bool) -> str:
     if model not in node.models:
         return "it does not have the model"
     if node.state is not State.READY:
-        return f"it is {node.state.value}" + (f": {node.reason}" if node.reason else "")
+        return f"it is {node.state.value}" + (f": {reason}" if (reason := about_itself(node.reason, node.url)) else "")
     if node.breaker is Breaker.HALF_OPEN:
         return "its breaker is half open: one request may try it"
     if node.breaker is Breaker.OPEN:

@@ -226,7 +226,7 @@ async def test_engine_that_can_not_be_asked_is_a_504_with_lmdeploys_code() -> No
         (A, 403, "; its API key is given as `key`"),
         (A + "/v1", 404, "; is /v1 at the end of its address needless?"),
         (A, 404, "; is it an OpenAI-compatible engine?"),
-        (A, 500, ". Failed to get response"),
+        (A, 500, " (10402: Failed to get response after a period of time)"),
     ],
 )
 async def test_engine_that_refuses_to_list_its_models_is_told_with_a_hint(url: str, answered: int, hint: str) -> None:
