@@ -12,9 +12,20 @@ from pydantic_core import PydanticUndefined
 
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
-from app.settings import Settings, choices_of, flag_of, is_list, is_secret, misspelt_variables, variables_of
+from app.settings import (
+    Settings,
+    WrongSettings,
+    choices_of,
+    flag_of,
+    is_list,
+    is_secret,
+    misspelt_variables,
+    variables_of,
+    warnings_of,
+)
 
 METAVARS = {
+    "config": "FILE",
     "server_name": "HOST",
     "server_port": "PORT",
     "api_keys": "KEY",
@@ -38,8 +49,7 @@ METAVARS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for name, field in Settings.model_fields.items():
-        _add_flag(parser, name, field)
+    add_settings(parser)
     parser.add_argument(
         "--simulate",
         type=_count,
@@ -49,21 +59,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """A flag for each setting; `settings_among` has them back."""
+    for name, field in Settings.model_fields.items():
+        _add_flag(parser, name, field)
+
+
+def settings_among(args: argparse.Namespace) -> dict[str, object]:
+    return {name: getattr(args, name) for name in Settings.model_fields}
+
+
 def run(args: argparse.Namespace) -> int:
     for line in misspelt_variables(os.environ):
         print(f"evenhand serve: {line}", file=sys.stderr)
     try:
-        flags = {name: getattr(args, name) for name in Settings.model_fields}
-        settings = Settings.load(flags)
+        settings, sources = Settings.load_with_sources(settings_among(args))
+        for line in warnings_of(settings, sources):
+            print(f"evenhand serve: {line}", file=sys.stderr)
         # A contradiction is one line here, and a traceback in every worker.
         idle = Topology.of(settings).without_effect(settings)
         if idle is not None:
             print(f"evenhand serve: {idle}", file=sys.stderr)
         # After the check: a wrong flag should not wait for a server's imports.
-        from workers.in_force import sources_of
         from workers.supervisor import serve
 
-        return serve(settings, sources=sources_of(flags), simulate=args.simulate)
+        return serve(settings, sources=sources, simulate=args.simulate)
+    except WrongSettings as e:
+        for line in e.lines:
+            print(f"evenhand serve: {line}", file=sys.stderr)
+        return 2
     except ConfigurationError as e:
         print(f"evenhand serve: {e.message}", file=sys.stderr)
         return 2

@@ -1,10 +1,15 @@
 """Every option once: flag, environment variable, unit, default, reason.
 
-Owns the `Settings` model, how it is read (flag over environment over default) and how it is handed to a
+Owns the `Settings` model, how it is read (flag over environment over file over default) and how it is handed to a
 child process. The command line, the settings table of the README and the workers are all made from it.
-It must not start anything, open a socket or know Redis and HTTP; of the disk it only reads the TLS files.
+It must not start anything, open a socket or know Redis and HTTP; of the disk it only reads the files that settings
+name.
 
-A field's name is its flag (`grace_s` is `--grace-s`) and its variable (`EVENHAND_GRACE_S`).
+A field's name is its flag (`grace_s` is `--grace-s`), its variable (`EVENHAND_GRACE_S`) and its name in the file
+(`grace-s`).
+
+What a process hands on is complete, so it says so (`EVENHAND_SOURCES`), and who gets it does not read the file again:
+all processes of a start have one reading of it.
 """
 
 from __future__ import annotations
@@ -25,12 +30,14 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from app.config_file import ConfigFile, others_can_read, read_config
 from app.errors import BadRequest, ConfigurationError
 from app.nearest import nearest
 from app.nodes import normalise_url
 from app.redis_url import CLUSTER_SCHEMES, SENTINEL_SCHEMES, RedisPlace
 
 ENV_PREFIX = "EVENHAND_"
+SOURCES_VARIABLE = "EVENHAND_SOURCES"  # where each setting comes from: JSON, field -> flag, variable or place in a file
 # Read elsewhere: the first two by the command line, the others from one process of a deployment to the next.
 OTHER_VARIABLES = (
     "EVENHAND_URL",
@@ -38,10 +45,15 @@ OTHER_VARIABLES = (
     "EVENHAND_READY_FD",
     "EVENHAND_WORKER_ID",
     "EVENHAND_METRICS_DIR",
-    "EVENHAND_SOURCES",
+    SOURCES_VARIABLE,
 )
 # What Kubernetes sets in every pod beside a service whose name begins with evenhand: nobody's mistake.
 _SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
+
+TABLES: dict[str, str] = {}
+"""Of the configuration file: its tables, and the fields that they are."""
+KINDS = {"string_type": "text", "path_type": "text", "tuple_type": "a list of texts"}
+"""What pydantic's own errors mean, as the end of "must be ..."."""
 
 # Decimal and binary suffixes are both common in the documents of engines and of reverse proxies; taking
 # MB for MiB would refuse a body that the operator meant to let in.
@@ -213,6 +225,12 @@ class Settings(BaseSettings):
         frozen=True,
         extra="forbid",
         hide_input_in_errors=True,
+    )
+
+    config: FilePath | None = Field(
+        None,
+        description="TOML file with settings, named as the flags are: server-port = 8000. Flags and variables win "
+        "over it.",
     )
 
     # --- the flags of `lmdeploy serve proxy`, same names and defaults --------------------------------
@@ -492,27 +510,84 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, flags: Mapping[str, object] | None = None) -> Self:
-        """The settings from flags (by field name; None = not given), then environment, then defaults.
+        """The settings from flags (by field name; None = not given), then environment, file, defaults.
 
         Raises:
-            ConfigurationError: with one line that names the first wrong flag or variable.
+            WrongSettings: with a line for each flag, variable or member of the file that is wrong.
         """
-        given = {name: value for name, value in (flags or {}).items() if value is not None}
+        return cls.load_with_sources(flags)[0]
+
+    @classmethod
+    def load_with_sources(cls, flags: Mapping[str, object] | None = None) -> tuple[Self, dict[str, str]]:
+        """The same, and where each setting that is not left to its default comes from, by field."""
+        given: dict[str, Any] = {name: value for name, value in (flags or {}).items() if value is not None}
+        file = _file_of(given)
+        sources = sources_of(given, file)
+        from_file: dict[str, Any] = {}
+        faults: list[str] = []
+        if file is not None:
+            faults += file.faults
+            from_file = {name: value for name, value in file.values.items() if sources[name] == file.place(name)}
+        for name in [name for name, value in from_file.items() if _is_no_number(name, value)]:
+            del from_file[name]
+            faults.append(f"{_named(name, sources)}: must be {allowed(cls.model_fields[name])}, not true or false")
         try:
-            return cls(**given)  # type: ignore[arg-type]
+            settings = cls(**from_file, **given)
         except ValidationError as e:
-            raise ConfigurationError(_one_line(e.errors()[0], given)) from e
+            faults += dict.fromkeys(_one_line(error, sources) for error in e.errors())
+            raise WrongSettings(faults) from e
+        if faults:
+            raise WrongSettings(faults)
+        return settings, sources
 
     def environment(self) -> dict[str, str]:
         """The variables that make the same settings in a child process. They hold the keys: never log them."""
         return {f"{ENV_PREFIX}{name.upper()}": _as_text(name, getattr(self, name)) for name in type(self).model_fields}
 
 
-def source_of(name: str, flags: Mapping[str, object]) -> str | None:
-    """Where a setting comes from: its flag or a variable; None: it is the default."""
-    if flags.get(name) is not None:
-        return flag_of(name)
-    return next((variable for variable in variables_of(name) if os.environ.get(variable)), None)
+class WrongSettings(ConfigurationError):
+    """`lines`: one for each fault; the message is the first."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__(lines[0])
+        self.lines = list(lines)
+
+
+def sources_of(flags: Mapping[str, object], file: ConfigFile | None = None) -> dict[str, str]:
+    """Where each setting that is not left to its default comes from, by field: its flag, a variable, or the place
+    in the file."""
+    found: dict[str, str] = {}
+    for name in Settings.model_fields:
+        if flags.get(name) is not None:
+            found[name] = flag_of(name)
+        elif variable := next((v for v in variables_of(name) if os.environ.get(v)), None):
+            found[name] = variable
+        elif file is not None and name in file.values:
+            found[name] = file.place(name)
+    return found
+
+
+def is_of_file(source: str) -> bool:
+    """Whether what `sources_of` gave is a place in the file: its path is absolute."""
+    return source.startswith("/")
+
+
+def _file_of(flags: Mapping[str, object]) -> ConfigFile | None:
+    """The file, read; None: none is named, or it has been read by whoever handed us the settings."""
+    named = flags.get("config") or os.environ.get("EVENHAND_CONFIG")
+    if not named or SOURCES_VARIABLE in os.environ:
+        return None
+    return read_config(
+        _absolute(Path(str(named))), [name for name in Settings.model_fields if name != "config"], TABLES
+    )
+
+
+def warnings_of(settings: Settings, sources: Mapping[str, str]) -> list[str]:
+    """What is allowed and better not so, a line for each."""
+    secrets = [flag_of(name)[2:] for name, source in sources.items() if is_secret(name) and is_of_file(source)]
+    if secrets and settings.config is not None and others_can_read(settings.config):
+        return [f"{settings.config} holds {', '.join(secrets)} and every user of this host can read it: chmod o-r"]
+    return []
 
 
 def flag_of(name: str) -> str:
@@ -628,7 +703,7 @@ def _as_text(name: str, value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _one_line(error: ErrorDetails, flags: Mapping[str, object]) -> str:
+def _one_line(error: ErrorDetails, sources: Mapping[str, str]) -> str:
     name = _field_of(str(error["loc"][0])) if error["loc"] else error["ctx"]["error"].field
     if name is None:
         return f"{error['loc'][0]} is not a setting"
@@ -637,10 +712,16 @@ def _one_line(error: ErrorDetails, flags: Mapping[str, object]) -> str:
     if error["type"] == "value_error":
         text = str(error["ctx"]["error"])
     else:
-        text = f"must be {allowed(field)}" if allowed(field) else error["msg"]
+        text = f"must be {allowed(field) or KINDS.get(error['type'], '')}"
+        text = error["msg"] if text == "must be " else text
     shown = isinstance(error["input"], (str, int, float)) and not is_secret(name) and "@" not in str(error["input"])
     value = f", not {error['input']!r}" if shown else ""
-    return " ".join(f"{_source_of(name, flags)}: {text}{value}".split())
+    return " ".join(f"{_named(name, sources)}: {text}{value}".split())
+
+
+def _is_no_number(name: str, value: object) -> bool:
+    """Whether it is a truth value for a number, which pydantic would take as 0 or 1."""
+    return isinstance(value, bool) and Settings.model_fields[name].annotation in (int, float)
 
 
 def _field_of(location: str) -> str | None:
@@ -650,5 +731,7 @@ def _field_of(location: str) -> str | None:
     return None
 
 
-def _source_of(name: str, flags: Mapping[str, object]) -> str:
-    return source_of(name, flags) or flag_of(name)
+def _named(name: str, sources: Mapping[str, str]) -> str:
+    """The setting as whoever gave it knows it."""
+    source = sources.get(name, flag_of(name))
+    return f"{source}: {name.replace('_', '-')}" if is_of_file(source) else source

@@ -27,8 +27,8 @@ from collections.abc import Callable, Mapping
 
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
-from app.settings import Settings
-from workers.agreed import MASTER_MARGIN_S, READY_FD_VARIABLE, SOURCES_VARIABLE
+from app.settings import SOURCES_VARIABLE, Settings
+from workers.agreed import MASTER_MARGIN_S, READY_FD_VARIABLE
 from workers.embedded_redis import EmbeddedRedis, EmbeddedRedisError
 from workers.endpoint import Endpoint
 from workers.greeting import greeting
