@@ -1,12 +1,15 @@
-"""`evenhand config`: what `serve` would go by with the same flags, variables and file, and whether it is right."""
+"""`evenhand config`: what `serve` would go by with the same flags, variables and file, and whether it is right; the
+digest of a key."""
 
 from __future__ import annotations
 
 import argparse
+import getpass
 import json
 import os
 import sys
 
+from app.access_keys import access_key
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
 from app.serve_command import add_settings, settings_among
@@ -32,9 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for made in (show, check):
         add_settings(made)
+    verbs.add_parser(
+        "hash-key",
+        help="a key's digest, as it may stand in place of the key",
+        description="Read a key from stdin and print its digest, which may stand in place of the key wherever callers' "
+        "keys are set. Without this command: printf %%s KEY | sha256sum.",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.verb == "hash-key":
+        return _hash_key()
     found, faults = look(settings_among(args))
     for line in faults:
         print(line, file=sys.stderr)
@@ -47,6 +58,17 @@ def run(args: argparse.Namespace) -> int:
         _show(settings, sources, as_json=args.json)
     else:
         print(f"the settings are right{f', those of {settings.config} too' if settings.config else ''}")
+    return 0
+
+
+def _hash_key() -> int:
+    key = (getpass.getpass("key: ") if sys.stdin.isatty() else sys.stdin.read()).strip()
+    try:
+        digest = access_key(key).digest
+    except ValueError as e:
+        print(f"evenhand config hash-key: a key {e}", file=sys.stderr)
+        return 2
+    print(f"sha256:{digest.hex()}")
     return 0
 
 

@@ -36,7 +36,7 @@ from app.dispatch.topology import Topology
 from app.errors import ConfigurationError, StoreUnavailable, UpstreamError
 from app.http.metrics import Metrics
 from app.http.ports import Dispatcher
-from app.http.routes import HttpFace, build_app
+from app.http.routes import HttpFace, build_app, key_ring
 from app.metrics.figures import Figures
 from app.metrics.files import DIRECTORY_VARIABLE, MetricsDirectory, MetricsWriter
 from app.metrics.publisher import Publisher
@@ -182,9 +182,12 @@ def create_app(settings: Settings) -> HttpFace:
             raise StoreUnavailable(ledger.trouble)
         return await overview(registry, keys)
 
+    access = key_ring(settings)
+
     @contextlib.asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
         # Counts outlive the loops, the store outlives the counts: the order below, backwards.
+        await access.start()
         await registry.start()
         await ledger.start()
         tasks = [
@@ -193,6 +196,7 @@ def create_app(settings: Settings) -> HttpFace:
                 ("prober", prober.run),
                 ("reaper", reaper.run),
                 ("metrics", publisher.run),
+                ("keys", access.run),
                 *((("janitor", janitor.run),) if janitor is not None else ()),
                 ("static nodes", lambda: name_static_nodes(registry, engines, static_nodes(settings), engine_key)),
             )
@@ -233,6 +237,7 @@ def create_app(settings: Settings) -> HttpFace:
         figures=figures,
         metrics=Metrics(directory.merged, shared, within_s=settings.redis_timeout_s),
         tracer=traces,
+        keys=access,
         seen=view,
         watched=ledger.watch_next,
         lifespan=lifespan,

@@ -30,6 +30,8 @@ METAVARS = {
     "server_port": "PORT",
     "api_keys": "KEY",
     "admin_keys": "KEY",
+    "api_keys_file": "FILE",
+    "admin_keys_file": "FILE",
     "engine_key": "KEY",
     "nodes": "URL",
     "encode_servers_urls": "URL",

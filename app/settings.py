@@ -14,6 +14,7 @@ all processes of a start have one reading of it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import ipaddress
 import os
@@ -30,6 +31,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from app.access_keys import access_key, read_keys
 from app.config_file import ConfigFile, others_can_read, read_config
 from app.errors import BadRequest, ConfigurationError
 from app.nearest import nearest
@@ -92,6 +94,23 @@ def _split_keys(value: object) -> object:
 def _check_key(value: SecretStr) -> SecretStr:
     if not re.fullmatch(r"[!-~]+", value.get_secret_value()):
         raise ValueError("must be visible ASCII characters: a key travels in an HTTP header")
+    return value
+
+
+def _check_access_key(value: SecretStr) -> SecretStr:
+    access_key(value.get_secret_value())
+    return value
+
+
+def _check_keys_file(value: Path) -> Path:
+    if SOURCES_VARIABLE not in os.environ:  # else it was right when the deployment started
+        read_keys(value)
+    return value
+
+
+def _check_admin_keys_file(value: Path) -> Path:
+    if SOURCES_VARIABLE not in os.environ and any(key.models is not None for key in read_keys(value)):
+        raise ValueError(f"{value}: an admin key has no models: it is for nodes")
     return value
 
 
@@ -201,7 +220,9 @@ def _default_state_dir() -> Path:
         return Path(f"/var/tmp/evenhand-{os.getuid()}")
 
 
-Keys = Annotated[tuple[Annotated[SecretStr, AfterValidator(_check_key)], ...], NoDecode, BeforeValidator(_split_keys)]
+Keys = Annotated[
+    tuple[Annotated[SecretStr, AfterValidator(_check_access_key)], ...], NoDecode, BeforeValidator(_split_keys)
+]
 NodeUrls = Annotated[tuple[Annotated[str, AfterValidator(_check_node)], ...], NoDecode, BeforeValidator(_split)]
 Networks = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_check_networks)]
 Seconds = Annotated[float, Ge(0), Field(allow_inf_nan=False)]
@@ -261,7 +282,12 @@ class Settings(BaseSettings):
     api_keys: Keys = Field(
         (),
         description="Keys that clients of /v1 must send one of. "
-        "Better in the environment: flags are visible to every user of the host.",
+        "Better in the environment or a file: flags are visible to every user of the host. "
+        "sha256:HEX, the digest of a key, will do.",
+    )
+    api_keys_file: Annotated[FilePath, AfterValidator(_check_keys_file)] | None = Field(
+        None,
+        description="File with more of them, a key a line or with names and models; read again whenever it changes.",
     )
     ssl: bool = Field(
         False, description="Serve https; needs SSL_KEYFILE and SSL_CERTFILE, the paths of two readable PEM files."
@@ -457,6 +483,9 @@ class Settings(BaseSettings):
         description="Keys for /nodes/*, /distserve/*, /start_profile and /stop_profile; where there are none, "
         "the API keys count.",
     )
+    admin_keys_file: Annotated[FilePath, AfterValidator(_check_admin_keys_file)] | None = Field(
+        None, description="File with more admin keys, a key a line; read again whenever it changes."
+    )
     trusted_nodes: Networks = Field(
         ("127.0.0.0/8", "::1/128"),
         description="Networks from which nodes may register without a key; none = nobody. The address of the "
@@ -585,9 +614,16 @@ def _file_of(flags: Mapping[str, object]) -> ConfigFile | None:
 def warnings_of(settings: Settings, sources: Mapping[str, str]) -> list[str]:
     """What is allowed and better not so, a line for each."""
     secrets = [flag_of(name)[2:] for name, source in sources.items() if is_secret(name) and is_of_file(source)]
-    if secrets and settings.config is not None and others_can_read(settings.config):
-        return [f"{settings.config} holds {', '.join(secrets)} and every user of this host can read it: chmod o-r"]
-    return []
+    held = {settings.config: ", ".join(secrets)} if secrets else {}
+    for path in (settings.api_keys_file, settings.admin_keys_file):
+        with contextlib.suppress(ValueError):
+            if path is not None and any(key.plain for key in read_keys(path)):
+                held[path] = "keys"
+    return [
+        f"{path} holds {what} and every user of this host can read it: chmod o-r"
+        for path, what in held.items()
+        if path is not None and others_can_read(path)
+    ]
 
 
 def flag_of(name: str) -> str:
@@ -715,6 +751,7 @@ def _one_line(error: ErrorDetails, sources: Mapping[str, str]) -> str:
         text = f"must be {allowed(field) or KINDS.get(error['type'], '')}"
         text = error["msg"] if text == "must be " else text
     shown = isinstance(error["input"], (str, int, float)) and not is_secret(name) and "@" not in str(error["input"])
+    shown = shown and not is_of_file(text)  # what is wrong is in the file that it names
     value = f", not {error['input']!r}" if shown else ""
     return " ".join(f"{_named(name, sources)}: {text}{value}".split())
 

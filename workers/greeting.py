@@ -38,7 +38,8 @@ def greeting(
     """
     command = own_command()
     curl = "curl" + (f" --cacert {shlex.quote(str(settings.ssl_certfile))}" if settings.ssl else "")
-    key = ' -H "Authorization: Bearer $API_KEY"' if settings.api_keys else ""
+    for_clients = settings.api_keys or settings.api_keys_file
+    key = ' -H "Authorization: Bearer $API_KEY"' if for_clients else ""
     if models:
         body = {"model": models[0], "messages": [{"role": "user", "content": "Hello"}], "stream": True}
         attempt = [
@@ -48,7 +49,8 @@ def greeting(
     else:
         attempt = [f"  {curl} {shlex.quote(url + '/v1/models')}{key}"]
     to_us = "" if url == "http://127.0.0.1:8000" else f" --url {shlex.quote(url)}"
-    to_us += " --admin-key KEY" if (settings.admin_keys or settings.api_keys) and not _trusted(url, settings) else ""
+    for_admins = settings.admin_keys or settings.admin_keys_file or for_clients
+    to_us += " --admin-key KEY" if for_admins and not _trusted(url, settings) else ""
     lines = [
         f"Evenhand {__version__} serves {url} with {settings.workers} worker"
         f"{'' if settings.workers == 1 else 's'} (docs page: {url}/)",

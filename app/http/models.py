@@ -14,6 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from app.access_keys import AccessKey
 from app.errors import ModelNotFound
 from app.http.ports import NodeRegistry, SnapshotView
 
@@ -52,19 +53,27 @@ def created_s(snapshot: SnapshotView, model: str) -> int:
 
 
 class Models:
-    """The endpoints. They answer from the worker's snapshot and never wait for Redis."""
+    """The endpoints. They answer from the worker's snapshot and never wait for Redis. A key sees what it may use."""
 
     def __init__(self, registry: NodeRegistry) -> None:
         self._registry = registry
 
     async def list(self, request: Request) -> Response:
-        snapshot = self._registry.snapshot
-        cards = [model_card(model, created_s(snapshot, model)) for model in snapshot.models()]
-        return JSONResponse({"object": "list", "data": cards})
+        return JSONResponse({"object": "list", "data": [*self._cards(request).values()]})
 
     async def one(self, request: Request) -> Response:
         model = request.path_params["model"]
-        snapshot = self._registry.snapshot
-        if model not in snapshot.models():
+        card = self._cards(request).get(model)
+        if card is None:
             raise ModelNotFound(f"The model {model[:200]!r} does not exist.", param="model")
-        return JSONResponse(model_card(model, created_s(snapshot, model)))
+        return JSONResponse(card)
+
+    def _cards(self, request: Request) -> dict[str, dict[str, Any]]:
+        """By name."""
+        key: AccessKey | None = request.state.key
+        snapshot = self._registry.snapshot
+        return {
+            model: model_card(model, created_s(snapshot, model))
+            for model in snapshot.models()
+            if key is None or key.may_use(model)
+        }

@@ -31,7 +31,7 @@ from app.errors import (
     UpstreamError,
     error_answer,
 )
-from app.http.auth import Authority
+from app.http.auth import Authority, check_model
 from app.http.body import ClientLeft, header, read_body, too_large
 from app.http.form import is_form, model_of_form
 from app.http.headers import CLOSE, NOT_FOR_ENGINE, NOT_FOR_ENGINE_BUT_KEYS, for_engine, request_id
@@ -161,7 +161,9 @@ class Proxy:
         # The body lives in this frame only: a stream of an hour must not keep an image of 40 MB.
         if self._running.ended:
             raise ShuttingDown("This worker is stopping")
-        self._authority.check_client(scope["headers"])
+        key = self._authority.check_client(scope["headers"])
+        if key is not None:
+            served.key = key.name
         path = path_for_engine(scope)
         body = None if wire is None else wire.whole_body()
         if body is None:
@@ -170,6 +172,8 @@ class Proxy:
         if size_bytes > self._max_body_bytes:
             raise too_large(self._max_body_bytes, "--max-body-size")
         served.model, body = self._peek(scope, body)
+        if key is not None and key.models is not None:
+            check_model(key, served.model)
         headers = for_engine(scope, identifier, self._not_for_engine)
         watch.start(receive, wire)
         return await self._dispatcher.open(EngineRequest(b"POST", path, headers, body, served.model))

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Lifespan, Message, Receive, Scope, Send
 
+from app.access_keys import KeyRing
 from app.dispatch.topology import Topology
 from app.errors import EvenhandError, Forbidden, Unauthorized
 from app.http.admin import Admin
@@ -103,6 +104,7 @@ def build_app(
     seen: Seen | None = None,
     watched: Callable[[], bool] = lambda: False,
     tracer: Tracer | None = None,
+    keys: KeyRing | None = None,
     lifespan: Lifespan[Starlette] | None = None,
 ) -> HttpFace:
     """The ASGI application.
@@ -116,15 +118,12 @@ def build_app(
         seen: what `/dashboard/state` and those beside it show.
         watched: whether somebody watches decisions.
         tracer: who records traces.
+        keys: whoever made them keeps those of files up to date.
         lifespan: starts and stops what `app.main` has wired.
     """
     running = Running()
     topology = Topology.of(settings)
-    authority = Authority(
-        api_keys=[key.get_secret_value() for key in settings.api_keys],
-        admin_keys=[key.get_secret_value() for key in settings.admin_keys],
-        trusted_networks=settings.trusted_nodes,
-    )
+    authority = Authority(keys or key_ring(settings), trusted_networks=settings.trusted_nodes)
     proxy = Proxy(
         dispatcher=dispatcher,
         authority=authority,
@@ -197,10 +196,20 @@ def build_app(
     return HttpFace(proxy=proxy, site=site, running=running, watch=watch)
 
 
+def key_ring(settings: Settings) -> KeyRing:
+    """The keys that the settings have or name; those of files once it is started."""
+    return KeyRing(
+        api=[key.get_secret_value() for key in settings.api_keys],
+        admin=[key.get_secret_value() for key in settings.admin_keys],
+        api_file=settings.api_keys_file,
+        admin_file=settings.admin_keys_file,
+    )
+
+
 def _for_clients(authority: Authority) -> Callable[[Endpoint], Endpoint]:
     def guard(endpoint: Endpoint) -> Endpoint:
         async def guarded(request: Request) -> Response:
-            authority.check_client(request.scope["headers"])
+            request.state.key = authority.check_client(request.scope["headers"])
             return await endpoint(request)
 
         return guarded
