@@ -34,6 +34,8 @@ METAVARS = {
     "admin_keys_file": "FILE",
     "engine_key": "KEY",
     "nodes": "URL",
+    "alias": "NAME=MODEL",
+    "default_model": "MODEL",
     "encode_servers_urls": "URL",
     "prefill_servers_urls": "URL",
     "decode_servers_urls": "URL",

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import ipaddress
+import json
 import os
 import re
 import ssl
@@ -52,7 +53,7 @@ OTHER_VARIABLES = (
 # What Kubernetes sets in every pod beside a service whose name begins with evenhand: nobody's mistake.
 _SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
 
-TABLES: dict[str, str] = {}
+TABLES = {"aliases": "alias"}
 """Of the configuration file: its tables, and the fields that they are."""
 KINDS = {"string_type": "text", "path_type": "text", "tuple_type": "a list of texts"}
 """What pydantic's own errors mean, as the end of "must be ..."."""
@@ -77,6 +78,41 @@ def _split(value: object) -> object:
     if not isinstance(texts, Sequence) or not all(isinstance(t, str) for t in texts):
         return value
     return tuple(item for text in texts for item in re.split(r"[\s,]+", text) if item)
+
+
+def _split_pairs(value: object) -> object:
+    """`NAME=VALUE` items of a setting that a file may have as a table; a process hands them on as JSON."""
+    if isinstance(value, str) and value.startswith("["):
+        try:
+            return tuple(json.loads(value))
+        except ValueError as e:
+            raise ValueError("must be NAME=VALUE with spaces or commas between") from e
+    if not isinstance(value, Mapping):
+        return _split(value)
+    if not all(isinstance(text, str) for text in value.values()):
+        raise ValueError("must be a table of texts")
+    if wrong := next((name for name in value if "=" in name), None):
+        raise ValueError(f"{wrong}: a name can't hold =")
+    return tuple(f"{name}={text}" for name, text in value.items())
+
+
+def _check_aliases(value: tuple[str, ...]) -> tuple[str, ...]:
+    found: dict[str, str] = {}
+    for item in value:
+        name, _, model = item.partition("=")
+        if not name or not model or not item.isprintable():
+            raise ValueError(f"must be NAME=MODEL, not {item!r}")
+        if found.setdefault(name, model) != model:
+            raise ValueError(f"{name} is an alias of two models")
+    if chained := next((model for model in found.values() if model in found), None):
+        raise ValueError(f"{chained} is an alias itself; name the model")
+    return tuple(f"{name}={model}" for name, model in found.items())
+
+
+def _check_model(value: str) -> str:
+    if not value or not value.isprintable():
+        raise ValueError("must be the name of a model")
+    return value
 
 
 def _split_keys(value: object) -> object:
@@ -408,6 +444,16 @@ class Settings(BaseSettings):
         10.0, description="Seconds of that while; twice as long each time in a row, at most 60. Then one trial."
     )
 
+    # --- models --------------------------------------------------------------------------------------
+    alias: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_pairs), AfterValidator(_check_aliases)] = Field(
+        (),
+        description="Other names of models, NAME=MODEL; in the file a table, [aliases]. What a node has under that "
+        "name comes first.",
+    )
+    default_model: Annotated[str, AfterValidator(_check_model)] | None = Field(
+        None, description="Model of requests that name none. Not given: they are refused."
+    )
+
     # --- encoders before them, as vLLM's encoder-disaggregation example names them ---------------------
     encode_servers_urls: NodeUrls = Field(
         (), description="Encoder nodes, comma-separated; images, video and audio of a chat go to them first."
@@ -531,6 +577,12 @@ class Settings(BaseSettings):
         if self.engine_certfile or self.engine_keyfile:
             tls_towards_engines(self)
         return self
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Alias -> model."""
+        pairs = (item.partition("=") for item in self.alias)
+        return {name: model for name, _, model in pairs}
 
     @property
     def prefill_disabled(self) -> bool:
@@ -732,6 +784,8 @@ def load_tls_files(field: str, context: ssl.SSLContext, files: Mapping[str, Path
 def _as_text(name: str, value: Any) -> str:
     if isinstance(value, SecretStr):
         return value.get_secret_value()
+    if name in TABLES.values() and value:
+        return json.dumps(value)  # the name of a model may hold a space
     if isinstance(value, tuple):
         return " ".join(_as_text(name, item) for item in value) or ("none" if name == "trusted_nodes" else "")
     if isinstance(value, bool):

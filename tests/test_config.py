@@ -96,6 +96,7 @@ def test_names_have_dashes_or_underscores_and_values_their_own_kinds(write: Writ
 def test_the_documents_example_is_right() -> None:
     settings = Settings.load({"config": str(EXAMPLE)})
     assert settings.server_port == 8000 and settings.workers == 4 and settings.grace_s == 120
+    assert settings.aliases == {"gpt-4o": "internlm2"} and settings.default_model == "internlm2"
 
 
 # --- what is wrong

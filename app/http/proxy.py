@@ -33,10 +33,11 @@ from app.errors import (
 )
 from app.http.auth import Authority, check_model
 from app.http.body import ClientLeft, header, read_body, too_large
-from app.http.form import is_form, model_of_form
+from app.http.form import is_form, model_of_form, renamed_form
 from app.http.headers import CLOSE, NOT_FOR_ENGINE, NOT_FOR_ENGINE_BUT_KEYS, for_engine, request_id
 from app.http.interrupt import Running, Watch, Why
-from app.http.peek import peek
+from app.http.names import Names
+from app.http.peek import peek, renamed
 from app.http.ports import WIRE, Dispatcher, Wire
 from app.http.relay import Relay
 from app.journey import Journey, current
@@ -69,6 +70,7 @@ class Proxy:
     Args:
         notes: whether each request's journey is wanted; with a `tracer` it is.
         watched: whether somebody watches decisions now; asked at the begin of each request.
+        names: None where each name means itself.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Proxy:
         notes: bool = False,
         watched: Callable[[], bool] = lambda: False,
         tracer: Tracer | None = None,
+        names: Names | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._authority = authority
@@ -95,6 +98,8 @@ class Proxy:
         self._notes = notes or tracer is not None
         self._watched = watched
         self._tracer = tracer
+        self._names = names
+        self._nameless = names is not None and names.has_default
         self._not_for_engine = NOT_FOR_ENGINE_BUT_KEYS if forward_client_key else NOT_FOR_ENGINE
 
     def __repr__(self) -> str:
@@ -171,19 +176,22 @@ class Proxy:
         served.bytes_in = size_bytes = len(body)
         if size_bytes > self._max_body_bytes:
             raise too_large(self._max_body_bytes, "--max-body-size")
-        served.model, body = self._peek(scope, body)
+        asked, body = self._peek(scope, body)
+        served.model = asked if self._names is None else self._names.meant(asked)
         if key is not None and key.models is not None:
-            check_model(key, served.model)
+            check_model(key, asked or served.model, served.model)
+        if served.model != asked:
+            body = rename(scope, body, served.model)
         headers = for_engine(scope, identifier, self._not_for_engine)
         watch.start(receive, wire)
         return await self._dispatcher.open(EngineRequest(b"POST", path, headers, body, served.model))
 
     def _peek(self, scope: Scope, body: bytes) -> tuple[str, bytes]:
-        allow = self._allow_transfer_params
+        allow, nameless = self._allow_transfer_params, self._nameless
         content_type = header(scope, b"content-type")
         if content_type is not None and is_form(content_type):
-            return model_of_form(content_type, body, allow_transfer_params=allow), body
-        return peek(body, allow_transfer_params=allow)
+            return model_of_form(content_type, body, allow_transfer_params=allow, nameless=nameless), body
+        return peek(body, allow_transfer_params=allow, nameless=nameless)
 
     def _extra(self, identifier: bytes) -> Headers:
         extra = [(b"x-request-id", identifier)]
@@ -211,6 +219,14 @@ class Proxy:
                     await relay.end_early(error)
         except TimeoutError:
             log.warning("request %s: the client did not take the end of its stream", served.request.decode())
+
+
+def rename(scope: Scope, body: bytes, model: str) -> bytes:
+    """The body with another model in it."""
+    content_type = header(scope, b"content-type")
+    if content_type is not None and is_form(content_type):
+        return renamed_form(content_type, body, model)
+    return renamed(body, model)
 
 
 def outcome_of(error: EvenhandError) -> str:

@@ -31,6 +31,7 @@ from app.http.health import Health
 from app.http.interrupt import Running
 from app.http.metrics import Metrics
 from app.http.models import Models
+from app.http.names import Names
 from app.http.ports import Dispatcher, Engines, LinkKeeper, NodeRegistry
 from app.http.proxy import Proxy, Tracer
 from app.http.watch import Seen, Watch
@@ -124,6 +125,8 @@ def build_app(
     running = Running()
     topology = Topology.of(settings)
     authority = Authority(keys or key_ring(settings), trusted_networks=settings.trusted_nodes)
+    renames = settings.aliases or settings.default_model
+    names = Names(registry, aliases=settings.aliases, default=settings.default_model) if renames else None
     proxy = Proxy(
         dispatcher=dispatcher,
         authority=authority,
@@ -135,6 +138,7 @@ def build_app(
         notes=settings.log_requests != "off",
         watched=watched,
         tracer=tracer,
+        names=names,
     )
     admin = Admin(
         registry=registry,
@@ -145,7 +149,7 @@ def build_app(
     )
     health = Health(registry=registry, running=running, topology=topology, store_ok=store_ok)
     watch = Watch(seen)
-    models, docs, distserve = Models(registry), DocsPage(), DistServeRoutes(links)
+    models, docs, distserve = Models(registry, names), DocsPage(), DistServeRoutes(links)
     dashboard = Dashboard()
     for_clients, for_admins = _for_clients(authority), _for_admins(authority.check_admin)
     for_readers = _for_admins(authority.check_reader)
