@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -103,6 +104,7 @@ def create_app(settings: Settings) -> HttpFace:
         registry=registry,
         worker=worker,
         strategy=settings.routing_strategy,
+        strategies=settings.strategies,
         encoder_policy=settings.encoder_policy,
         lease_s=settings.lease_s,
         timeout_s=settings.redis_timeout_s,
@@ -411,6 +413,7 @@ def arrangement(settings: Settings, topology: Topology) -> Arrangement:
         serving="DistServe" if topology.split else "Hybrid",
         fallback=topology.fallback,
         dummy_prefill=topology.dummy_prefill,
+        strategies=json.dumps(settings.strategies) if settings.strategies else "",
     )
 
 

@@ -53,7 +53,7 @@ OTHER_VARIABLES = (
 # What Kubernetes sets in every pod beside a service whose name begins with evenhand: nobody's mistake.
 _SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
 
-TABLES = {"aliases": "alias"}
+TABLES = {"aliases": "alias", "models": "model_routing"}
 """Of the configuration file: its tables, and the fields that they are."""
 KINDS = {"string_type": "text", "path_type": "text", "tuple_type": "a list of texts"}
 """What pydantic's own errors mean, as the end of "must be ..."."""
@@ -107,6 +107,37 @@ def _check_aliases(value: tuple[str, ...]) -> tuple[str, ...]:
     if chained := next((model for model in found.values() if model in found), None):
         raise ValueError(f"{chained} is an alias itself; name the model")
     return tuple(f"{name}={model}" for name, model in found.items())
+
+
+def _strategies_of(value: object) -> object:
+    """From the file's tables, model -> its settings, of which there is one."""
+    if not isinstance(value, Mapping):
+        return value
+    pairs = []
+    for model, given in value.items():
+        if not isinstance(given, Mapping):
+            raise ValueError(f'must have a table for each model, [models."{model}"]')
+        for name, strategy in given.items():
+            if name.replace("_", "-") != "routing-strategy":
+                near = nearest(name.replace("_", "-"), ["routing-strategy"])
+                hint = f"; did you mean {near}?" if near else ""
+                raise ValueError(f"{model}: {name} is no setting of a model{hint}")
+            pairs.append(f"{model}={strategy}")
+    return json.dumps(pairs)
+
+
+def _check_routing(value: tuple[str, ...]) -> tuple[str, ...]:
+    strategies = choices_of(Settings.model_fields["routing_strategy"])
+    found: dict[str, str] = {}
+    for item in value:
+        model, _, strategy = item.rpartition("=")
+        if not model or not item.isprintable():
+            raise ValueError(f"must be MODEL=STRATEGY, not {item!r}")
+        if strategy not in strategies:
+            raise ValueError(f"{model}: must be one of {', '.join(strategies)}, not {strategy!r}")
+        if found.setdefault(model, strategy) != strategy:
+            raise ValueError(f"{model} has two strategies")
+    return tuple(f"{model}={strategy}" for model, strategy in found.items())
 
 
 def _check_model(value: str) -> str:
@@ -179,6 +210,20 @@ def _check_networks(value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(str(ipaddress.ip_network(item, strict=False)) for item in value)
     except ValueError as e:
         raise ValueError(f"must be networks such as 10.0.0.0/8 or fd00::/8, or the word none: {e}") from e
+
+
+def _check_origins(value: tuple[str, ...]) -> tuple[str, ...]:
+    if "*" in value and len(value) > 1:
+        raise ValueError("* stands alone: it is every origin")
+    for origin in value:
+        # As browsers write it, or it would never be equal to what they send.
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://([^\s/:@A-Z\[\]]+|\[[0-9a-f:.]+\])(:\d+)?", origin):
+            raise ValueError(
+                f"must be https://HOST or https://HOST:PORT in lower case, without a path, or *, not {origin}"
+            )
+        if re.search(r"^http://.*:80$|^https://.*:443$", origin):
+            raise ValueError(f"must be without the port that goes without saying, not {origin}")
+    return tuple(dict.fromkeys(value))
 
 
 def _check_redis_url(value: str) -> str:
@@ -450,6 +495,16 @@ class Settings(BaseSettings):
         description="Other names of models, NAME=MODEL; in the file a table, [aliases]. What a node has under that "
         "name comes first.",
     )
+    model_routing: Annotated[
+        tuple[str, ...],
+        NoDecode,
+        BeforeValidator(lambda value: _split_pairs(_strategies_of(value))),
+        AfterValidator(lambda value: _check_routing(value)),
+    ] = Field(
+        (),
+        description="Routing strategies of models that have one of their own, MODEL=STRATEGY; in the file "
+        '[models."MODEL"] routing-strategy = "STRATEGY".',
+    )
     default_model: Annotated[str, AfterValidator(_check_model)] | None = Field(
         None, description="Model of requests that name none. Not given: they are refused."
     )
@@ -537,6 +592,10 @@ class Settings(BaseSettings):
         description="Networks from which nodes may register without a key; none = nobody. The address of the "
         "connection counts: behind a reverse proxy on this host everybody is loopback.",
     )
+    cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_check_origins)] = Field(
+        (),
+        description="Origins of web pages that may call /v1, https://HOST[:PORT] each, or *; never with credentials.",
+    )
     allow_transfer_params: bool = Field(
         False,
         description="Let clients set the KV-transfer fields of a request; only for a distributor behind another one.",
@@ -583,6 +642,12 @@ class Settings(BaseSettings):
         """Alias -> model."""
         pairs = (item.partition("=") for item in self.alias)
         return {name: model for name, _, model in pairs}
+
+    @property
+    def strategies(self) -> dict[str, str]:
+        """Model -> strategy, of those that have one of their own."""
+        pairs = (item.rpartition("=") for item in self.model_routing)
+        return {model: strategy for model, _, strategy in pairs}
 
     @property
     def prefill_disabled(self) -> bool:

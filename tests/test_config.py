@@ -97,6 +97,7 @@ def test_the_documents_example_is_right() -> None:
     settings = Settings.load({"config": str(EXAMPLE)})
     assert settings.server_port == 8000 and settings.workers == 4 and settings.grace_s == 120
     assert settings.aliases == {"gpt-4o": "internlm2"} and settings.default_model == "internlm2"
+    assert settings.strategies == {"internlm2": "min_observed_latency"}
 
 
 # --- what is wrong

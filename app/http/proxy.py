@@ -33,6 +33,7 @@ from app.errors import (
 )
 from app.http.auth import Authority, check_model
 from app.http.body import ClientLeft, header, read_body, too_large
+from app.http.cors import Cors, without_cors
 from app.http.form import is_form, model_of_form, renamed_form
 from app.http.headers import CLOSE, NOT_FOR_ENGINE, NOT_FOR_ENGINE_BUT_KEYS, for_engine, request_id
 from app.http.interrupt import Running, Watch, Why
@@ -71,6 +72,7 @@ class Proxy:
         notes: whether each request's journey is wanted; with a `tracer` it is.
         watched: whether somebody watches decisions now; asked at the begin of each request.
         names: None where each name means itself.
+        cors: None where no web page of another origin may call.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Proxy:
         watched: Callable[[], bool] = lambda: False,
         tracer: Tracer | None = None,
         names: Names | None = None,
+        cors: Cors | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._authority = authority
@@ -98,6 +101,7 @@ class Proxy:
         self._notes = notes or tracer is not None
         self._watched = watched
         self._tracer = tracer
+        self._cors = cors
         self._names = names
         self._nameless = names is not None and names.has_default
         self._not_for_engine = NOT_FOR_ENGINE_BUT_KEYS if forward_client_key else NOT_FOR_ENGINE
@@ -124,7 +128,9 @@ class Proxy:
             answer = await self._open(scope, receive, identifier, watch, wire, served)
             if journey is not None and journey.trace is not None:
                 journey.trace.relay_at_s = time.monotonic()
-            relay = Relay(answer, send, wire, served, path=routed(scope["path"]), extra=self._extra(identifier))
+            if self._cors is not None:
+                answer.headers = without_cors(answer.headers)
+            relay = Relay(answer, send, wire, served, path=routed(scope["path"]), extra=self._extra(scope, identifier))
             outcome = await relay.run()
         except ClientLeft:
             pass
@@ -193,15 +199,17 @@ class Proxy:
             return model_of_form(content_type, body, allow_transfer_params=allow, nameless=nameless), body
         return peek(body, allow_transfer_params=allow, nameless=nameless)
 
-    def _extra(self, identifier: bytes) -> Headers:
+    def _extra(self, scope: Scope, identifier: bytes) -> Headers:
         extra = [(b"x-request-id", identifier)]
+        if self._cors is not None:
+            extra += self._cors.headers(scope)
         if self._running.stopping:
             extra.append(CLOSE)
         return extra
 
     async def _refuse(self, error: EvenhandError, scope: Scope, send: Send, served: Served) -> None:
         served.status, headers, body = error_answer(error)
-        headers += self._extra(served.request)
+        headers += self._extra(scope, served.request)
         if CLOSE not in headers and header(scope, b"expect") is not None:
             # The client may skip a body that was not asked for; then its next request would be read as that body.
             headers.append(CLOSE)

@@ -23,6 +23,7 @@ from app.http.admin import Admin
 from app.http.answers import on_client_left, on_evenhand_error, on_fault, on_http_exception
 from app.http.auth import Authority, HeaderPairs
 from app.http.body import ClientLeft
+from app.http.cors import Cors
 from app.http.dashboard import Dashboard
 from app.http.distserve import DistServeRoutes
 from app.http.docs_page import DocsPage
@@ -48,11 +49,14 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 class HttpFace:
     """The ASGI application of one worker; made by `build_app`."""
 
-    def __init__(self, *, proxy: Proxy, site: Starlette, running: Running, watch: Watch) -> None:
+    def __init__(
+        self, *, proxy: Proxy, site: Starlette, running: Running, watch: Watch, cors: Cors | None = None
+    ) -> None:
         self.site = site
         self.running = running
         self._proxy = proxy
         self._watch = watch
+        self._cors = cors
 
     def __repr__(self) -> str:
         return f"<HttpFace {self.running!r}>"
@@ -69,6 +73,13 @@ class HttpFace:
         extra = [(b"x-request-id", request_id(scope["headers"]))]
         if self.running.stopping:
             extra.append(CLOSE)
+        if self._cors is not None and scope["path"].startswith("/v1/"):
+            allowed = self._cors.preflight(scope)
+            if allowed is not None:  # before the key is looked at: a browser sends none with this question
+                await send({"type": "http.response.start", "status": 204, "headers": [*allowed, *extra]})
+                await send({"type": "http.response.body", "body": b""})
+                return
+            extra += self._cors.headers(scope)
 
         async def send_with_extra(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -127,6 +138,7 @@ def build_app(
     authority = Authority(keys or key_ring(settings), trusted_networks=settings.trusted_nodes)
     renames = settings.aliases or settings.default_model
     names = Names(registry, aliases=settings.aliases, default=settings.default_model) if renames else None
+    cors = Cors(settings.cors_origins) if settings.cors_origins else None
     proxy = Proxy(
         dispatcher=dispatcher,
         authority=authority,
@@ -139,6 +151,7 @@ def build_app(
         watched=watched,
         tracer=tracer,
         names=names,
+        cors=cors,
     )
     admin = Admin(
         registry=registry,
@@ -197,7 +210,7 @@ def build_app(
         lifespan=lifespan,
     )
     site.router.redirect_slashes = False
-    return HttpFace(proxy=proxy, site=site, running=running, watch=watch)
+    return HttpFace(proxy=proxy, site=site, running=running, watch=watch, cors=cors)
 
 
 def key_ring(settings: Settings) -> KeyRing:
