@@ -28,6 +28,15 @@ key = "sk-team-b"
 models = ["small"]
 """
 
+MODELS = """
+default-model = "large"
+cors-origins = ["https://chat.example"]
+[aliases]
+gpt-4o = "large"
+[models."small"]
+routing-strategy = "random"
+"""
+
 
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
@@ -59,7 +68,7 @@ def test_from_start_to_revocation(
 ) -> None:
     keys, config = tmp_path / "keys.toml", tmp_path / "evenhand.toml"
     keys.write_text(KEYS.format(a=hashlib.sha256(b"sk-team-a").hexdigest()))
-    config.write_text(f'api-keys-file = "{keys}"\nlog-requests = "all"\nlog-level = "INFO"\nretries = 1\n')
+    config.write_text(f'api-keys-file = "{keys}"\nlog-requests = "all"\nlog-level = "INFO"\nretries = 1\n' + MODELS)
     deployment = deployment_factory(workers=2, settings={"config": str(config), "api_keys": ["sk-given"]})
     small, large = engine_factory(models=("small",)), engine_factory(models=("large",))
     deployment.add(small, large)
@@ -70,12 +79,20 @@ def test_from_start_to_revocation(
     for model in ("large", "absent"):
         error = openai_error(chat(deployment, model, "sk-team-b"), 404)
         assert error["message"] == f"The model {model!r} does not exist, or this key may not use it."
-    assert sorted(models(deployment, "sk-team-a")) == ["large", "small"] and models(deployment, "sk-team-b") == [
-        "small"
-    ]
+    assert sorted(models(deployment, "sk-team-a")) == ["gpt-4o", "large", "small"]
+    assert models(deployment, "sk-team-b") == ["small"]
     assert deployment.get("/v1/models/large", headers=bearer("sk-team-b")).status == 404
     eventually(lambda: len(re.findall(r"request ended .* key=team-[ab]\b", deployment.log())) >= 4)
     assert "sk-team" not in deployment.log()
+
+    # Other names, and a page: the engine gets the model, and all other bytes as they were.
+    body = b'{ "messages":[],\t"model" : "gpt-4o", "n": 1.0}'
+    page = bearer("sk-team-a") | {"content-type": "application/json", "origin": "https://chat.example"}
+    reply = deployment.request("POST", "/v1/chat/completions", body=body, headers=page)
+    assert reply.status == 200 and reply.headers["access-control-allow-origin"] == "https://chat.example"
+    assert large.requests[-1].body == body.replace(b"gpt-4o", b"large")
+    assert deployment.post("/v1/chat/completions", {"messages": []}, headers=bearer("sk-team-a")).status == 200
+    assert deployment.get("/nodes/explain?model=small").json()["strategy"] == "random"
 
     # Rotation: both keys for a while, then the new one only.
     replace(keys, "sk-new\nsk-team-b\n")
@@ -97,7 +114,7 @@ def test_from_start_to_revocation(
 
     # A reload reads the file again; one that is wrong is refused.
     before = deployment.worker_pids()
-    config.write_text(config.read_text() + "rounting-strategy = 1\n")
+    config.write_text("rounting-strategy = 1\n" + config.read_text())
     deployment.process.send(signal.SIGHUP)
     eventually(lambda: "the reload is refused" in deployment.log(), within_s=15)
     assert "rounting-strategy is no setting; did you mean routing-strategy?" in deployment.log()
@@ -108,5 +125,5 @@ def test_from_start_to_revocation(
     deployment.process.send(signal.SIGHUP)
     eventually(lambda: not set(deployment.worker_pids()) & set(before), within_s=20)
     said = deployment.log().rpartition("settings in force")[2]
-    assert re.search(rf"--retries +3 +{config}:4\b", said)
+    assert re.search(rf"--retries +3 +{config}:1\b", said)
     assert statuses(deployment, "sk-new") == {200}
