@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -36,7 +37,7 @@ from app.dispatch.topology import Topology
 from app.errors import ConfigurationError, StoreUnavailable, UpstreamError
 from app.http.metrics import Metrics
 from app.http.ports import Dispatcher
-from app.http.routes import HttpFace, build_app
+from app.http.routes import HttpFace, build_app, key_ring
 from app.metrics.figures import Figures
 from app.metrics.files import DIRECTORY_VARIABLE, MetricsDirectory, MetricsWriter
 from app.metrics.publisher import Publisher
@@ -103,6 +104,7 @@ def create_app(settings: Settings) -> HttpFace:
         registry=registry,
         worker=worker,
         strategy=settings.routing_strategy,
+        strategies=settings.strategies,
         encoder_policy=settings.encoder_policy,
         lease_s=settings.lease_s,
         timeout_s=settings.redis_timeout_s,
@@ -182,9 +184,12 @@ def create_app(settings: Settings) -> HttpFace:
             raise StoreUnavailable(ledger.trouble)
         return await overview(registry, keys)
 
+    access = key_ring(settings)
+
     @contextlib.asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
         # Counts outlive the loops, the store outlives the counts: the order below, backwards.
+        await access.start()
         await registry.start()
         await ledger.start()
         tasks = [
@@ -193,6 +198,7 @@ def create_app(settings: Settings) -> HttpFace:
                 ("prober", prober.run),
                 ("reaper", reaper.run),
                 ("metrics", publisher.run),
+                ("keys", access.run),
                 *((("janitor", janitor.run),) if janitor is not None else ()),
                 ("static nodes", lambda: name_static_nodes(registry, engines, static_nodes(settings), engine_key)),
             )
@@ -233,6 +239,7 @@ def create_app(settings: Settings) -> HttpFace:
         figures=figures,
         metrics=Metrics(directory.merged, shared, within_s=settings.redis_timeout_s),
         tracer=traces,
+        keys=access,
         seen=view,
         watched=ledger.watch_next,
         lifespan=lifespan,
@@ -406,6 +413,7 @@ def arrangement(settings: Settings, topology: Topology) -> Arrangement:
         serving="DistServe" if topology.split else "Hybrid",
         fallback=topology.fallback,
         dummy_prefill=topology.dummy_prefill,
+        strategies=json.dumps(settings.strategies) if settings.strategies else "",
     )
 
 

@@ -85,7 +85,7 @@ def test_flags_of_serve_become_settings() -> None:
         ("--versoin serve", "evenhand: unknown: --versoin; did you mean --version?"),
         ("--bogus", "evenhand: unknown: --bogus"),
         ("sevre --workers 2", "evenhand: unknown command: sevre; did you mean serve?"),
-        ("status", "evenhand: unknown command: status; there are serve, nodes, top, explain, check, engine"),
+        ("status", "evenhand: unknown command: status; there are serve, config, nodes, top, explain, check, engine"),
         ("nodes lst", "evenhand nodes: unknown verb: lst; did you mean list?"),
         ("nodes destroy http://a", "evenhand nodes: unknown verb: destroy; there are list, add, remove, drain"),
         ("nodes add http://a --modles m", "evenhand nodes: unknown: --modles m; did you mean --models?"),

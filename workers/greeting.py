@@ -38,7 +38,8 @@ def greeting(
     """
     command = own_command()
     curl = "curl" + (f" --cacert {shlex.quote(str(settings.ssl_certfile))}" if settings.ssl else "")
-    key = ' -H "Authorization: Bearer $API_KEY"' if settings.api_keys else ""
+    for_clients = settings.api_keys or settings.api_keys_file
+    key = ' -H "Authorization: Bearer $API_KEY"' if for_clients else ""
     if models:
         body = {"model": models[0], "messages": [{"role": "user", "content": "Hello"}], "stream": True}
         attempt = [
@@ -48,7 +49,7 @@ def greeting(
     else:
         attempt = [f"  {curl} {shlex.quote(url + '/v1/models')}{key}"]
     to_us = "" if url == "http://127.0.0.1:8000" else f" --url {shlex.quote(url)}"
-    to_us += " --admin-key KEY" if _has_keys(settings) and not trusts(url, settings) else ""
+    to_us += " --admin-key KEY" if has_keys(settings) and not trusts(url, settings) else ""
     lines = [
         f"Evenhand {__version__} serves {url} with {settings.workers} worker"
         f"{'' if settings.workers == 1 else 's'} (docs page: {url}/)",
@@ -73,7 +74,7 @@ def greeting(
 def _adding(add: str, to_us: str, url: str, settings: Settings) -> list[str]:
     topology = Topology.of(settings)
     register = "  lmdeploy serve api_server MODEL --server-name HOST --proxy-url"
-    keyless = "    # it sends no key: its network must be in --trusted-nodes" if _has_keys(settings) else ""
+    keyless = "    # it sends no key: its network must be in --trusted-nodes" if has_keys(settings) else ""
     if not topology.split:
         return [f"{register} {url}{keyless}", f"  {add}{to_us}    # any OpenAI-compatible engine that runs"]
     roles = ["Prefill", "Decode"]
@@ -84,8 +85,9 @@ def _adding(add: str, to_us: str, url: str, settings: Settings) -> list[str]:
     ]
 
 
-def _has_keys(settings: Settings) -> bool:
-    return bool(settings.admin_keys or settings.api_keys)
+def has_keys(settings: Settings) -> bool:
+    """Whether some calls need one."""
+    return bool(settings.admin_keys or settings.admin_keys_file or settings.api_keys or settings.api_keys_file)
 
 
 def trusts(url: str, settings: Settings) -> bool:

@@ -26,11 +26,11 @@ from collections.abc import Callable, Mapping
 
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
-from app.settings import Settings
-from workers.agreed import MASTER_MARGIN_S, READY_FD_VARIABLE, SOURCES_VARIABLE
+from app.settings import SOURCES_VARIABLE, Settings
+from workers.agreed import MASTER_MARGIN_S, READY_FD_VARIABLE
 from workers.embedded_redis import EmbeddedRedis, EmbeddedRedisError
 from workers.endpoint import Endpoint
-from workers.greeting import greeting, trusts
+from workers.greeting import greeting, has_keys, trusts
 from workers.processes import ROOT, child_setup, python_command, python_environment, say, warn
 
 SIMULATED_MODEL = "sim"
@@ -237,8 +237,8 @@ class Supervisor:
     def _engines_register(self) -> bool:
         """Whether the simulated engines can do it: over TLS they would need our certificate, from an address that is
         not trusted a key. Else it is ours to do."""
-        keys = self._settings.admin_keys or self._settings.api_keys
-        return not self._settings.ssl and (not keys or trusts(self._endpoint.url, self._settings))
+        settings = self._settings
+        return not settings.ssl and (not has_keys(settings) or trusts(self._endpoint.url, settings))
 
     @property
     def _names_nodes(self) -> bool:

@@ -29,18 +29,17 @@ def is_form(content_type: bytes | None) -> bool:
     return content_type is not None and content_type[:19].lower() == b"multipart/form-data"
 
 
-def model_of_form(content_type: bytes, body: bytes, *, allow_transfer_params: bool) -> str:
+def model_of_form(content_type: bytes, body: bytes, *, allow_transfer_params: bool, nameless: bool = False) -> str:
     """The value of the form's `model` field, the last one if it is repeated.
+
+    Args:
+        nameless: it need not have one; then it is "".
 
     Raises:
         BadRequest: no valid form, no model, or an internal field.
     """
-    form = _FORM(content_type)
-    boundary = _parameters(form[1]).get(b"boundary") if form is not None else None
-    if not boundary:
-        raise BadRequest("The Content-Type of a form must have one boundary")
     model = b""
-    for name, start, end in _parts(body, b"--" + boundary):
+    for name, start, end in _parts(body, _delimiter(content_type)):
         if name == "model":
             model = body[start:end]
         elif name in INTERNAL and not allow_transfer_params:
@@ -49,9 +48,29 @@ def model_of_form(content_type: bytes, body: bytes, *, allow_transfer_params: bo
         text = model.decode()
     except UnicodeDecodeError as e:
         raise BadRequest("model must be UTF-8", param="model") from e
-    if not text:
+    if not text and not nameless:
         raise BadRequest("The form does not name a model", param="model")
     return text
+
+
+def renamed_form(content_type: bytes, body: bytes, model: str) -> bytes:
+    """A form that `model_of_form` has taken with another model in it, all else byte for byte."""
+    delimiter, value = _delimiter(content_type), model.encode()
+    spans = [(start, end) for name, start, end in _parts(body, delimiter) if name == "model"]
+    if spans:
+        start, end = spans[-1]
+        return b"%b%b%b" % (body[:start], value, body[end:])
+    first = 0 if body.startswith(delimiter) else body.index(b"\r\n" + delimiter) + 2
+    part = b'%b\r\nContent-Disposition: form-data; name="model"\r\n\r\n%b\r\n' % (delimiter, value)
+    return b"%b%b%b" % (body[:first], part, body[first:])
+
+
+def _delimiter(content_type: bytes) -> bytes:
+    form = _FORM(content_type)
+    boundary = _parameters(form[1]).get(b"boundary") if form is not None else None
+    if not boundary:
+        raise BadRequest("The Content-Type of a form must have one boundary")
+    return b"--" + boundary
 
 
 def _parts(body: bytes, delimiter: bytes) -> Iterator[tuple[str, int, int]]:

@@ -90,6 +90,8 @@ class SnapshotView(Protocol):
 
     def models(self) -> list[str]: ...
 
+    def knows(self, model: str) -> bool: ...
+
 
 class NodeRegistry(Protocol):
     """The shared registry; every coroutine may raise StoreUnavailable."""

@@ -31,12 +31,14 @@ from app.errors import (
     UpstreamError,
     error_answer,
 )
-from app.http.auth import Authority
+from app.http.auth import Authority, check_model
 from app.http.body import ClientLeft, header, read_body, too_large
-from app.http.form import is_form, model_of_form
+from app.http.cors import Cors, without_cors
+from app.http.form import is_form, model_of_form, renamed_form
 from app.http.headers import CLOSE, NOT_FOR_ENGINE, NOT_FOR_ENGINE_BUT_KEYS, for_engine, request_id
 from app.http.interrupt import Running, Watch, Why
-from app.http.peek import peek
+from app.http.names import Names
+from app.http.peek import peek, renamed
 from app.http.ports import WIRE, Dispatcher, Wire
 from app.http.relay import Relay
 from app.journey import Journey, current
@@ -69,6 +71,8 @@ class Proxy:
     Args:
         notes: whether each request's journey is wanted; with a `tracer` it is.
         watched: whether somebody watches decisions now; asked at the begin of each request.
+        names: None where each name means itself.
+        cors: None where no web page of another origin may call.
     """
 
     def __init__(
@@ -84,6 +88,8 @@ class Proxy:
         notes: bool = False,
         watched: Callable[[], bool] = lambda: False,
         tracer: Tracer | None = None,
+        names: Names | None = None,
+        cors: Cors | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._authority = authority
@@ -95,6 +101,9 @@ class Proxy:
         self._notes = notes or tracer is not None
         self._watched = watched
         self._tracer = tracer
+        self._cors = cors
+        self._names = names
+        self._nameless = names is not None and names.has_default
         self._not_for_engine = NOT_FOR_ENGINE_BUT_KEYS if forward_client_key else NOT_FOR_ENGINE
 
     def __repr__(self) -> str:
@@ -119,7 +128,9 @@ class Proxy:
             answer = await self._open(scope, receive, identifier, watch, wire, served)
             if journey is not None and journey.trace is not None:
                 journey.trace.relay_at_s = time.monotonic()
-            relay = Relay(answer, send, wire, served, path=routed(scope["path"]), extra=self._extra(identifier))
+            if self._cors is not None:
+                answer.headers = without_cors(answer.headers)
+            relay = Relay(answer, send, wire, served, path=routed(scope["path"]), extra=self._extra(scope, identifier))
             outcome = await relay.run()
         except ClientLeft:
             pass
@@ -161,7 +172,9 @@ class Proxy:
         # The body lives in this frame only: a stream of an hour must not keep an image of 40 MB.
         if self._running.ended:
             raise ShuttingDown("This worker is stopping")
-        self._authority.check_client(scope["headers"])
+        key = self._authority.check_client(scope["headers"])
+        if key is not None:
+            served.key = key.name
         path = path_for_engine(scope)
         body = None if wire is None else wire.whole_body()
         if body is None:
@@ -169,27 +182,34 @@ class Proxy:
         served.bytes_in = size_bytes = len(body)
         if size_bytes > self._max_body_bytes:
             raise too_large(self._max_body_bytes, "--max-body-size")
-        served.model, body = self._peek(scope, body)
+        asked, body = self._peek(scope, body)
+        served.model = asked if self._names is None else self._names.meant(asked)
+        if key is not None and key.models is not None:
+            check_model(key, asked or served.model, served.model)
+        if served.model != asked:
+            body = rename(scope, body, served.model)
         headers = for_engine(scope, identifier, self._not_for_engine)
         watch.start(receive, wire)
         return await self._dispatcher.open(EngineRequest(b"POST", path, headers, body, served.model))
 
     def _peek(self, scope: Scope, body: bytes) -> tuple[str, bytes]:
-        allow = self._allow_transfer_params
+        allow, nameless = self._allow_transfer_params, self._nameless
         content_type = header(scope, b"content-type")
         if content_type is not None and is_form(content_type):
-            return model_of_form(content_type, body, allow_transfer_params=allow), body
-        return peek(body, allow_transfer_params=allow)
+            return model_of_form(content_type, body, allow_transfer_params=allow, nameless=nameless), body
+        return peek(body, allow_transfer_params=allow, nameless=nameless)
 
-    def _extra(self, identifier: bytes) -> Headers:
+    def _extra(self, scope: Scope, identifier: bytes) -> Headers:
         extra = [(b"x-request-id", identifier)]
+        if self._cors is not None:
+            extra += self._cors.headers(scope)
         if self._running.stopping:
             extra.append(CLOSE)
         return extra
 
     async def _refuse(self, error: EvenhandError, scope: Scope, send: Send, served: Served) -> None:
         served.status, headers, body = error_answer(error)
-        headers += self._extra(served.request)
+        headers += self._extra(scope, served.request)
         if CLOSE not in headers and header(scope, b"expect") is not None:
             # The client may skip a body that was not asked for; then its next request would be read as that body.
             headers.append(CLOSE)
@@ -207,6 +227,14 @@ class Proxy:
                     await relay.end_early(error)
         except TimeoutError:
             log.warning("request %s: the client did not take the end of its stream", served.request.decode())
+
+
+def rename(scope: Scope, body: bytes, model: str) -> bytes:
+    """The body with another model in it."""
+    content_type = header(scope, b"content-type")
+    if content_type is not None and is_form(content_type):
+        return renamed_form(content_type, body, model)
+    return renamed(body, model)
 
 
 def outcome_of(error: EvenhandError) -> str:

@@ -28,13 +28,13 @@ import random
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import hiredis
 
-from app.balancing import DECIDE_BY_LATENCY, ENCODER_POLICIES, POLICIES, Candidate, Encoder
+from app.balancing import DECIDE_BY_LATENCY, ENCODER_POLICIES, POLICIES, Candidate, Encoder, Policy
 from app.errors import ModelNotFound, NoNodeAvailable, StoreUnavailable
 from app.journey import Journey, Try, current
 from app.metrics.families import ENCODER_ITEMS, RETRIES
@@ -122,8 +122,26 @@ class Ticket:
             ledger._release(self.url, latency_s, answered=answered or succeeded)
 
 
+class Way(NamedTuple):
+    """How a node is chosen by a strategy: in Redis, here while Redis is away, and for who watches."""
+
+    call: Prepared
+    policy: Policy
+    score: Score
+    by_chance: bool
+
+    @classmethod
+    def of(cls, strategy: str, scripts: dict[str, Script], keys: Sequence[str], worker: str) -> Way:
+        call = Prepared(scripts[f"acquire_{strategy}"], keys, (worker,))
+        return cls(call, POLICIES[strategy], of_nodes(strategy), strategy == "random")
+
+
 class Ledger:
-    """See the module. One per worker; `start` before use, `close` after the last request."""
+    """See the module. One per worker; `start` before use, `close` after the last request.
+
+    Args:
+        strategies: of models that have one of their own, by model.
+    """
 
     def __init__(
         self,
@@ -134,6 +152,7 @@ class Ledger:
         registry: Registry,
         worker: str,
         strategy: str,
+        strategies: Mapping[str, str] | None = None,
         encoder_policy: str = "round_robin",
         lease_s: float,
         timeout_s: float,
@@ -149,13 +168,12 @@ class Ledger:
         self._locator = locator
         self._keys = keys
         self._scripts = scripts
+        used = {strategy, *(strategies or {}).values()}
         self._acquire_script = scripts[f"acquire_{strategy}"]
-        self._policy = POLICIES[strategy]
-        self._by_load = strategy == "min_expected_latency"
-        self._by_chance = strategy == "random"
+        # An order of loads is void after each acquire that does not go by it: beside another strategy there is none.
+        self._by_load = used == {"min_expected_latency"}
         self._encoders_script = scripts[f"acquire_encoders_{encoder_policy}"]
         self._encoder_policy = ENCODER_POLICIES[encoder_policy]
-        self._score_nodes = of_nodes(strategy)
         self._score_encoders = of_encoders(encoder_policy)
         self._registry = registry
         self._lease_ms = round(lease_s * 1000)
@@ -165,7 +183,7 @@ class Ledger:
         self.latencies = Latencies(
             keys=keys,
             script=scripts["note_latencies"],
-            at_once=strategy in DECIDE_BY_LATENCY,
+            at_once=not used.isdisjoint(DECIDE_BY_LATENCY),
             send=self._send_latencies,
         )
         self.dispatched = Dispatched(keys=keys, script=scripts["note_dispatched"])
@@ -187,7 +205,10 @@ class Ledger:
         counting = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.version)
         encoding = (*counting, keys.encoder_cursor, keys.encoder_credit, keys.nodes)
         acquiring = (*counting, keys.latency_mean, keys.explored, keys.load_index)
-        self._acquire_call = Prepared(self._acquire_script, acquiring, (worker,))
+        ways = {name: Way.of(name, scripts, acquiring, worker) for name in used}
+        self._way = ways[strategy]
+        self._ways = {model: ways[name] for model, name in (strategies or {}).items()}
+        self._acquire_scripts = [way.call.script for way in ways.values()]
         self._encoders_call = Prepared(self._encoders_script, encoding, (worker,))
         # What such a call has besides, packed once too: of this connection, of a registry version, of a node.
         self._packed_generation = packed(self._generation)
@@ -249,7 +270,7 @@ class Ledger:
         """
         if not again:
             self._count_request()
-        (ticket,) = await self._acquire((select,), self._ask, self._choose, self._score_nodes)
+        (ticket,) = await self._acquire((select,), self._ask, self._choose, self._score)
         if again:
             self._figures.count(RETRIES, ticket.url)
         return ticket
@@ -266,7 +287,7 @@ class Ledger:
 
         if not again:
             self._count_request()
-        return await self._acquire(selects, self._ask, self._choose, self._score_nodes)
+        return await self._acquire(selects, self._ask, self._choose, self._score)
 
     async def acquire_encoders(self, select: Select, items: int) -> list[Ticket]:
         """Give each of `items` media items an encoder and count it there, all in one step.
@@ -355,6 +376,12 @@ class Ledger:
             self._note_tries(journey, tickets, began_s, None)
         return tickets
 
+    def _way_of(self, pool: Pool) -> Way:
+        return self._ways.get(pool.model, self._way)
+
+    def _score(self, pool: Pool, *found: Any) -> list[float | None]:
+        return self._way_of(pool).score(pool, *found)
+
     def _call(self, call: Prepared, version: int | None, count: int, words: bytes) -> bytes:
         """An acquire on the wire. `version` None: whatever it is; `words`: `count` arguments behind it, packed."""
         begun = self._packed_generation + packed("" if version is None else version)
@@ -362,14 +389,15 @@ class Ledger:
 
     def _ask(self, pools: Sequence[Pool], whatever_version: bool) -> Question:
         snapshot = self._registry.snapshot
+        way = self._ways.get(pools[0].model, self._way) if self._ways else self._way
         if len(snapshot.nodes) >= LARGE and snapshot.version == pools[0].version and not whatever_version:
             if self._by_load and (question := self._ask_by_load(pools)):
                 return question
-            if self._by_chance and all(sum(pool.speeds) < math.inf for pool in pools):
+            if way.by_chance and all(sum(pool.speeds) < math.inf for pool in pools):
                 # Chance needs nothing that is shared: Redis need not read a whole fleet for it.
                 chosen = [self._draws.choices(pool.urls, pool.speeds)[0] for pool in pools]
                 pools = [snapshot.only(url) for url in chosen]
-        draw, call = self._draws.random, self._acquire_call
+        draw, call = self._draws.random, way.call
         # Ten digits, always: a draw that was rounded up to 1 would be outside of what a policy takes.
         if len(pools) == 1 and not whatever_version:
             (pool,) = pools
@@ -535,7 +563,7 @@ class Ledger:
                 Candidate(speed, self.counts.get(url, 0), self.latencies.mean_s(url))
                 for url, speed in zip(pool.urls, pool.speeds, strict=True)
             ]
-            index, _ = self._policy(candidates, (self._draws.random(), self._draws.random()))
+            index, _ = self._way_of(pool).policy(candidates, (self._draws.random(), self._draws.random()))
             urls.append(pool.urls[index])
         return urls
 
@@ -777,7 +805,7 @@ class Ledger:
         holder.append(pipeline)
         try:
             told = (self._scripts["release"], self._scripts["note_latencies"])
-            for script in (self._acquire_script, self._encoders_script, *told):
+            for script in (*self._acquire_scripts, self._encoders_script, *told):
                 await pipeline.call(("SCRIPT", "LOAD", script.text))
             # Wall-clock ms, so that a worker restarted under the same id is never behind itself.
             first = not self._generation

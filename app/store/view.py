@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import time
 from collections import Counter
@@ -48,6 +49,14 @@ class Arrangement:
     serving: str
     fallback: bool = False
     dummy_prefill: bool = False
+    strategies: str = ""  # of models that have one of their own: JSON, model -> strategy
+
+    def strategy_of(self, model: str) -> str:
+        try:
+            found = json.loads(self.strategies or "{}").get(model)
+        except (ValueError, AttributeError):
+            found = None
+        return found if found in WEIGHS else self.strategy
 
 
 def read_arrangement(fields: Mapping[str, str]) -> Arrangement | None:
@@ -56,7 +65,7 @@ def read_arrangement(fields: Mapping[str, str]) -> Arrangement | None:
     if strategy not in WEIGHS or encoder_policy not in ENCODER_POLICIES or serving not in ("Hybrid", "DistServe"):
         return None
     flags = {name: fields.get(name) == "1" for name in ("fallback", "dummy_prefill")}
-    return Arrangement(strategy, encoder_policy, serving, **flags)
+    return Arrangement(strategy, encoder_policy, serving, **flags, strategies=fields.get("strategies", ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +348,7 @@ def explanation(
 ) -> Json:
     rule, choices = "", []
     if arrangement is not None:
-        rule = WEIGHS[arrangement.strategy]([Candidate(1.0, 0)]).rule
+        rule = WEIGHS[arrangement.strategy_of(model)]([Candidate(1.0, 0)]).rule
     for roles in _roles(snapshot, model, arrangement):
         pool = _pool(snapshot, model, roles)
         if pool is not None and shunned.intersection(pool.urls):
@@ -358,7 +367,7 @@ def explanation(
                 ],
             }
         )
-    strategy = arrangement and arrangement.strategy
+    strategy = arrangement and arrangement.strategy_of(model)
     return {"model": model, "strategy": strategy, "rule": rule, "choices": choices}
 
 
@@ -389,7 +398,7 @@ def _weigh(arrangement: Arrangement | None, pool: Pool, counts: Counts, roles: t
         return Weighing([None] * len(pool.urls), [0.0] * len(pool.urls), "")
     if roles == (Role.Encode,):
         return _weigh_encoders(arrangement, pool.urls, pool.speeds, counts.unfinished, counts.credit, counts.cursor)
-    return WEIGHS[arrangement.strategy](
+    return WEIGHS[arrangement.strategy_of(pool.model)](
         [
             Candidate(speed, counts.unfinished.get(url, 0), counts.mean_s.get(url), counts.explored.get(url, 0))
             for url, speed in zip(pool.urls, pool.speeds, strict=True)

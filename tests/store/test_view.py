@@ -399,6 +399,7 @@ async def test_while_somebody_watches_workers_say_again_what_they_go_by(redis: S
             "serving": "Hybrid",
             "fallback": "0",
             "dummy_prefill": "0",
+            "strategies": "",
         }
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from app.settings import Settings
-from workers.agreed import SOURCES_VARIABLE
-from workers.in_force import read_sources, say_in_force, shown_value, sources_of
+from app.settings import SOURCES_VARIABLE, Settings, sources_of
+from workers.in_force import read_sources, say_in_force, shown_value
 from workers.logs import formatter
 
 FLAGS: dict[str, Any] = {
