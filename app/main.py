@@ -117,7 +117,9 @@ def create_app(settings: Settings) -> HttpFace:
         figures=figures,
     )
     budget = RetryBudget(registry=registry, ledger=ledger, keys=keys)
-    engines = EngineClient(probe_timeout_s=settings.probe_timeout_s, tls=tls)
+    engines = EngineClient(
+        probe_timeout_s=settings.probe_timeout_s, tls=tls, host_header=lambda url: registry.snapshot.host_header(url)
+    )
     caller = Caller(
         registry=registry,
         transport=transport,
@@ -444,6 +446,7 @@ async def name_static_nodes(
                         asked=known.asked,
                         static=True,
                         bootstrap_port=known.bootstrap_port,
+                        host_header=known.host_header,
                     )
             return
         except StoreUnavailable:

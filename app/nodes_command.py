@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from app.errors import BadRequest
-from app.nodes import Role, normalise_url, parse_role, parse_speed
+from app.nodes import Role, normalise_url, parse_host_header, parse_role, parse_speed
 from app.terminal.failures import CommandError
 from app.terminal.reach import REDIS_VARIABLE, Misused, add_redis_options, add_url_options, by_url, reached
 from app.terminal.words import columns, printable
@@ -50,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("--speed", type=_speed, help="any unit, the same for all nodes; default: the others' average")
     add.add_argument(
         "--bootstrap-port", type=int, help="prefill nodes of mooncake and sglang: port of their bootstrap server"
+    )
+    add.add_argument(
+        "--host-header",
+        type=_host,
+        metavar="HOST",
+        help="name that it is asked under, and that its certificate has; default: that of its URL",
     )
     add.add_argument("--key", help="API key of this engine, where it differs from --engine-key of `serve`")
     remove = verb("remove", "remove a node at once; its running requests go on to their end")
@@ -93,7 +99,7 @@ def _call(args: argparse.Namespace) -> Any:
         raise Misused("--redis-url is for `nodes list`; nodes are changed over HTTP: --url")
     deployment = by_url(args)
     if args.verb == "add":
-        names = ("role", "models", "speed", "bootstrap_port")
+        names = ("role", "models", "speed", "bootstrap_port", "host_header")
         status = {name: getattr(args, name) for name in names}
         body: dict[str, Any] = {"url": args.node}
         if given := {name: value for name, value in status.items() if value is not None}:
@@ -143,6 +149,13 @@ def _node(text: str) -> str:
 def _role(text: str) -> int:
     try:
         return int(parse_role(text))
+    except BadRequest as e:
+        raise argparse.ArgumentTypeError(f"{e.message}, not {text!r}") from e
+
+
+def _host(text: str) -> str:
+    try:
+        return parse_host_header(text, field="--host-header")
     except BadRequest as e:
         raise argparse.ArgumentTypeError(f"{e.message}, not {text!r}") from e
 
