@@ -12,10 +12,12 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.discovery.listing import Reader
+from app.discovery.sources import FileSource
 from app.dispatch.answer import Server
 from app.dispatch.breakers import Breakers
 from app.dispatch.caller import Caller
@@ -62,6 +64,7 @@ from app.upstream.distserve import DistServeClient, Migration
 from app.upstream.http1 import Http1Transport
 from app.upstream.management import EngineClient
 from app.upstream.transport import Timeouts
+from workers.discoverer import Discoverer
 from workers.janitor import Janitor
 from workers.prober import Prober, Rules
 from workers.reaper import Reaper
@@ -152,6 +155,10 @@ def create_app(settings: Settings) -> HttpFace:
     )
     reaper = Reaper(registry, keys)
     topology = Topology.of(settings)
+    discoverers = [
+        Discoverer(reader=reader, registry=registry, keys=keys, worker=worker, grace_s=settings.grace_s)
+        for reader in readers(settings, topology)
+    ]
     linked = topology.split and topology.protocol == "lmdeploy"
     split = Split(
         settings,
@@ -196,6 +203,7 @@ def create_app(settings: Settings) -> HttpFace:
                 ("reaper", reaper.run),
                 ("metrics", publisher.run),
                 *((("janitor", janitor.run),) if janitor is not None else ()),
+                *(("discovery", discoverer.run) for discoverer in discoverers),
                 ("static nodes", lambda: name_static_nodes(registry, engines, static_nodes(settings), engine_key)),
             )
         ]
@@ -409,6 +417,19 @@ def arrangement(settings: Settings, topology: Topology) -> Arrangement:
         fallback=topology.fallback,
         dummy_prefill=topology.dummy_prefill,
     )
+
+
+def readers(settings: Settings, topology: Topology) -> Iterator[Reader]:
+    """Who reads what `--discover` names. Their libraries are imported only where there is one."""
+    for source in settings.sources:
+        if isinstance(source, FileSource):
+            from app.discovery.node_file import FileReader
+
+            yield FileReader(source, topology.check)
+        else:
+            from app.discovery.names import DnsReader
+
+            yield DnsReader(source)
 
 
 def static_nodes(settings: Settings) -> dict[str, Role]:

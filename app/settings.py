@@ -25,6 +25,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from app.discovery.sources import Source, parse_source
 from app.errors import BadRequest, ConfigurationError
 from app.nearest import nearest
 from app.nodes import normalise_url
@@ -96,6 +97,19 @@ def _check_prefill(value: tuple[str, ...]) -> tuple[str, ...]:
     if any(word.lower() in ("disable", "none") for word in value):
         raise ValueError("disable or none can't stand beside URLs")
     return tuple(_check_node(url) for url in value)
+
+
+def _check_discover(value: tuple[str, ...]) -> tuple[str, ...]:
+    names: set[str] = set()
+    for text in value:
+        try:
+            name = parse_source(text).name
+        except ValueError as e:
+            raise ValueError(f"{text} {e}") from e
+        if name in names:
+            raise ValueError(f"{name} is named twice")
+        names.add(name)
+    return value
 
 
 def _check_zmq(value: str) -> str:
@@ -315,6 +329,11 @@ class Settings(BaseSettings):
     nodes: NodeUrls = Field(
         (), description="Engines that always belong to the deployment; their models are asked from each."
     )
+    discover: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_check_discover)] = Field(
+        (),
+        description="Where nodes are listed that come and go by themselves: dns://HOST:PORT (A and AAAA records), "
+        "dns+srv://_SERVICE._tcp.HOST (SRV records), file:///PATH (YAML). docs/discovery.md has their options.",
+    )
     engine_key: Annotated[SecretStr, AfterValidator(_check_key)] | None = Field(
         None, description="API key sent to engines; a node may have its own, given when it is added."
     )
@@ -491,6 +510,11 @@ class Settings(BaseSettings):
     def prefill_disabled(self) -> bool:
         """Whether decode nodes prefill too, by the operator's word."""
         return self.prefill_servers_urls == ("disable",)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What `discover` names."""
+        return tuple(map(parse_source, self.discover))
 
     @classmethod
     def load(cls, flags: Mapping[str, object] | None = None) -> Self:
