@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.discovery.listing import Listed, ReadFailed, Reading
+from app.discovery.listing import Drain, Listed, ReadFailed, Reading, decide
 from app.nodes import Node, Role, State
 from tests.store.harness import Worker, registered, workers
 from tests.support.redis import Space
@@ -257,6 +257,18 @@ async def test_what_redis_loses_is_restored_with_its_source(redis: Space) -> Non
         redis.cli("FLUSHALL")
         assert await world.turn() == {A: "pending"}
         assert (world.node(A).source, world.node(A).host_header) == (NAME, "h")
+
+
+async def test_what_was_decided_of_an_older_registration_is_not_done(redis: Space) -> None:
+    plain: dict[str, Any] = {"role": Role.Hybrid, "models": ("m",), "speed": None, "key": None}
+    async with world_of(redis) as world:
+        world.reader.says(A)
+        await world.turn()
+        (step,) = decide(NAME, {}, {A}, world.registry.snapshot.nodes, {})
+        assert isinstance(step, Drain)
+        await world.registry.add(A, **plain)
+        await world.discoverer._drain(step)
+        assert world.node(A).state == State.PENDING
 
 
 # --- whose turn it is
