@@ -182,6 +182,7 @@ def _look_at_redis(report: Report, settings: Any, url: str) -> list[str]:
             report.add(keyspace.judge(space, keys))
             report.not_checked += keyspace.not_checked(space)
             engine_keys = _engine_keys(client, keys, space)
+            host_headers = _host_headers(client, keys, space)
     except (RedisError, EvenhandError, OSError) as e:
         text = _words_of(e)
         report.add([bad("redis.reach", text, _how_to_reach(text))])
@@ -195,7 +196,7 @@ def _look_at_redis(report: Report, settings: Any, url: str) -> list[str]:
         report.not_checked.append(("nodes and workers", str(e)))
         return []
     report.add(workers.judge(state))
-    report.add(nodes.judge(state, asyncio.run(_ask(state, engine_keys, settings))))
+    report.add(nodes.judge(state, asyncio.run(_ask(state, engine_keys, host_headers, settings))))
     return [str(worker["id"]) for worker in state["workers"]]
 
 
@@ -203,13 +204,25 @@ def _engine_keys(client: Any, keys: Any, space: Any) -> dict[str, str]:
     return dict(client.hgetall(keys.engine_keys)) if space.types.get(keys.engine_keys) == "hash" else {}
 
 
-async def _ask(state: dict[str, Any], engine_keys: dict[str, str], settings: Any) -> dict[str, str]:
+def _host_headers(client: Any, keys: Any, space: Any) -> dict[str, str]:
+    nodes = [str(url) for url in client.smembers(keys.nodes)] if space.types.get(keys.nodes) == "set" else []
+    found = {
+        url: client.hget(keys.node(url), "host_header") for url in nodes if space.types.get(keys.node(url)) == "hash"
+    }
+    return {url: str(named) for url, named in found.items() if named}
+
+
+async def _ask(
+    state: dict[str, Any], engine_keys: dict[str, str], host_headers: dict[str, str], settings: Any
+) -> dict[str, str]:
     from app.checks import engines
     from app.settings import tls_towards_engines
 
     own = settings.engine_key.get_secret_value() if settings.engine_key is not None else None
     keys = {str(node["url"]): engine_keys.get(node["url"]) or own for node in state["nodes"]}
-    return await engines.ask(keys, timeout_s=settings.probe_timeout_s, tls=tls_towards_engines(settings))
+    return await engines.ask(
+        keys, timeout_s=settings.probe_timeout_s, tls=tls_towards_engines(settings), host_headers=host_headers
+    )
 
 
 def _words_of(e: Exception) -> str:

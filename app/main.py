@@ -13,10 +13,12 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.discovery.listing import Reader
+from app.discovery.sources import FileSource
 from app.dispatch.answer import Server
 from app.dispatch.breakers import Breakers
 from app.dispatch.caller import Caller
@@ -63,6 +65,7 @@ from app.upstream.distserve import DistServeClient, Migration
 from app.upstream.http1 import Http1Transport
 from app.upstream.management import EngineClient
 from app.upstream.transport import Timeouts
+from workers.discoverer import Discoverer
 from workers.janitor import Janitor
 from workers.prober import Prober, Rules
 from workers.reaper import Reaper
@@ -119,7 +122,9 @@ def create_app(settings: Settings) -> HttpFace:
         figures=figures,
     )
     budget = RetryBudget(registry=registry, ledger=ledger, keys=keys)
-    engines = EngineClient(probe_timeout_s=settings.probe_timeout_s, tls=tls)
+    engines = EngineClient(
+        probe_timeout_s=settings.probe_timeout_s, tls=tls, host_header=lambda url: registry.snapshot.host_header(url)
+    )
     caller = Caller(
         registry=registry,
         transport=transport,
@@ -152,6 +157,10 @@ def create_app(settings: Settings) -> HttpFace:
     )
     reaper = Reaper(registry, keys)
     topology = Topology.of(settings)
+    discoverers = [
+        Discoverer(reader=reader, registry=registry, keys=keys, worker=worker, grace_s=settings.grace_s)
+        for reader in readers(settings, topology)
+    ]
     linked = topology.split and topology.protocol == "lmdeploy"
     split = Split(
         settings,
@@ -200,6 +209,7 @@ def create_app(settings: Settings) -> HttpFace:
                 ("metrics", publisher.run),
                 ("keys", access.run),
                 *((("janitor", janitor.run),) if janitor is not None else ()),
+                *(("discovery", discoverer.run) for discoverer in discoverers),
                 ("static nodes", lambda: name_static_nodes(registry, engines, static_nodes(settings), engine_key)),
             )
         ]
@@ -417,6 +427,19 @@ def arrangement(settings: Settings, topology: Topology) -> Arrangement:
     )
 
 
+def readers(settings: Settings, topology: Topology) -> Iterator[Reader]:
+    """Who reads what `--discover` names. Their libraries are imported only where there is one."""
+    for source in settings.sources:
+        if isinstance(source, FileSource):
+            from app.discovery.node_file import FileReader
+
+            yield FileReader(source, topology.check)
+        else:
+            from app.discovery.names import DnsReader
+
+            yield DnsReader(source)
+
+
 def static_nodes(settings: Settings) -> dict[str, Role]:
     """The nodes that the settings name, with their roles."""
     prefill = () if settings.prefill_disabled else settings.prefill_servers_urls
@@ -452,6 +475,7 @@ async def name_static_nodes(
                         asked=known.asked,
                         static=True,
                         bootstrap_port=known.bootstrap_port,
+                        host_header=known.host_header,
                     )
             return
         except StoreUnavailable:

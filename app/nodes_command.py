@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from app.errors import BadRequest
-from app.nodes import Role, about_itself, normalise_url, parse_role, parse_speed
+from app.nodes import Role, about_itself, normalise_url, parse_host_header, parse_role, parse_speed
 from app.terminal.by_url import Refused
 from app.terminal.failures import CommandError, readable
 from app.terminal.listed import listed
@@ -53,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("--speed", type=_speed, help="any unit, the same for all nodes; default: the others' average")
     add.add_argument(
         "--bootstrap-port", type=int, help="prefill nodes of mooncake and sglang: port of their bootstrap server"
+    )
+    add.add_argument(
+        "--host-header",
+        type=_host,
+        metavar="HOST",
+        help="name that it is asked under, and that its certificate has; default: that of its URL",
     )
     add.add_argument("--key", help="API key of this engine, where it differs from --engine-key of `serve`")
     remove = verb("remove", "remove a node at once; its running requests go on to their end")
@@ -96,7 +102,7 @@ def _call(args: argparse.Namespace) -> Any:
         raise Misused("--redis-url is for `nodes list`; nodes are changed over HTTP: --url")
     deployment = by_url(args)
     if args.verb == "add":
-        names = ("role", "models", "speed", "bootstrap_port")
+        names = ("role", "models", "speed", "bootstrap_port", "host_header")
         status = {name: getattr(args, name) for name in names}
         body: dict[str, Any] = {"url": args.node}
         if given := {name: value for name, value in status.items() if value is not None}:
@@ -164,6 +170,13 @@ def _node(text: str) -> str:
 def _role(text: str) -> int:
     try:
         return int(parse_role(text))
+    except BadRequest as e:
+        raise argparse.ArgumentTypeError(f"{e.message}, not {text!r}") from e
+
+
+def _host(text: str) -> str:
+    try:
+        return parse_host_header(text, field="--host-header")
     except BadRequest as e:
         raise argparse.ArgumentTypeError(f"{e.message}, not {text!r}") from e
 

@@ -34,6 +34,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.access_keys import access_key, read_keys
 from app.config_file import ConfigFile, others_can_read, read_config
+from app.discovery.sources import Source, parse_source
 from app.errors import BadRequest, ConfigurationError
 from app.nearest import nearest
 from app.nodes import normalise_url
@@ -194,6 +195,19 @@ def _check_prefill(value: tuple[str, ...]) -> tuple[str, ...]:
     if any(word.lower() in ("disable", "none") for word in value):
         raise ValueError("disable or none can't stand beside URLs")
     return tuple(_check_node(url) for url in value)
+
+
+def _check_discover(value: tuple[str, ...]) -> tuple[str, ...]:
+    names: set[str] = set()
+    for text in value:
+        try:
+            name = parse_source(text).name
+        except ValueError as e:
+            raise ValueError(f"{text} {e}") from e
+        if name in names:
+            raise ValueError(f"{name} is named twice")
+        names.add(name)
+    return value
 
 
 def _check_zmq(value: str) -> str:
@@ -446,15 +460,23 @@ class Settings(BaseSettings):
     nodes: NodeUrls = Field(
         (), description="Engines that always belong to the deployment; their models are asked from each."
     )
+    discover: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_check_discover)] = Field(
+        (),
+        description="Where nodes are listed that come and go by themselves: dns://HOST:PORT (A and AAAA records), "
+        "dns+srv://_SERVICE._tcp.HOST (SRV records), file:///PATH (YAML). docs/discovery.md has their options.",
+    )
     engine_key: Annotated[SecretStr, AfterValidator(_check_key)] | None = Field(
         None, description="API key sent to engines; a node may have its own, given when it is added."
     )
-    engine_certfile: FilePath | None = Field(
+    engine_ca_file: FilePath | None = Field(
         None,
-        description="PEM file with the certificate chain that https engines are shown, where they ask for one. "
-        "Whom to trust is OpenSSL's own business: SSL_CERT_FILE.",
+        description="PEM file with the authorities that https engines are trusted by, instead of the system's.",
     )
-    engine_keyfile: FilePath | None = Field(None, description="PEM file with the private key for --engine-certfile.")
+    engine_cert_file: FilePath | None = Field(
+        None,
+        description="PEM file with the certificate chain that https engines are shown, where they ask for one.",
+    )
+    engine_key_file: FilePath | None = Field(None, description="PEM file with the private key for --engine-cert-file.")
     forward_client_key: bool = Field(
         False, description="Pass a client's own key on to the engine. Off: a client's key never leaves here."
     )
@@ -639,8 +661,7 @@ class Settings(BaseSettings):
         if self.ssl:
             files = {"SSL_KEYFILE": self.ssl_keyfile, "SSL_CERTFILE": self.ssl_certfile}
             load_tls_files("ssl", ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files)
-        if self.engine_certfile or self.engine_keyfile:
-            tls_towards_engines(self)
+        tls_towards_engines(self)
         return self
 
     @property
@@ -659,6 +680,11 @@ class Settings(BaseSettings):
     def prefill_disabled(self) -> bool:
         """Whether decode nodes prefill too, by the operator's word."""
         return self.prefill_servers_urls == ("disable",)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What `discover` names."""
+        return tuple(map(parse_source, self.discover))
 
     @classmethod
     def load(cls, flags: Mapping[str, object] | None = None) -> Self:
@@ -810,12 +836,26 @@ def tls_towards_engines(settings: Settings) -> ssl.SSLContext | None:
 
     Raises TlsFileError.
     """
-    if not (settings.engine_certfile or settings.engine_keyfile):
+    shows = bool(settings.engine_cert_file or settings.engine_key_file)
+    if not (shows or settings.engine_ca_file):
         return None  # not made for nothing: it takes a worker 40 ms
-    context = ssl.create_default_context()
-    files = {"--engine-keyfile": settings.engine_keyfile, "--engine-certfile": settings.engine_certfile}
-    load_tls_files("engine_certfile", context, files)
+    if settings.engine_ca_file:
+        context = trusting("engine_ca_file", settings.engine_ca_file)
+    else:
+        context = ssl.create_default_context()
+    if shows:
+        files = {"--engine-key-file": settings.engine_key_file, "--engine-cert-file": settings.engine_cert_file}
+        load_tls_files("engine_cert_file", context, files)
     return context
+
+
+def trusting(field: str, path: Path) -> ssl.SSLContext:
+    """A client's context that trusts the authorities in a PEM file, and nobody else. Raises TlsFileError."""
+    _check_readable(field, path)
+    try:
+        return ssl.create_default_context(cafile=path)
+    except (ssl.SSLError, OSError) as e:
+        raise TlsFileError(field, f"{path} is no PEM file with certificates: {e}") from e
 
 
 class TlsFileError(ValueError):
@@ -839,10 +879,7 @@ def load_tls_files(field: str, context: ssl.SSLContext, files: Mapping[str, Path
     for setting, path in files.items():
         if path is None:
             raise TlsFileError(field, f"needs {setting}: set it to the path of a PEM file")
-        try:
-            path.read_bytes()
-        except OSError as e:
-            raise TlsFileError(field, f"can't read {setting}: {path}: {e.strerror}") from e
+        _check_readable(field, path, setting)
     (key, keyfile), (chain, certfile) = files.items()
     assert keyfile is not None and certfile is not None
     try:
@@ -850,6 +887,13 @@ def load_tls_files(field: str, context: ssl.SSLContext, files: Mapping[str, Path
         context.load_cert_chain(certfile, keyfile, password=lambda: "")
     except (ssl.SSLError, OSError) as e:
         raise TlsFileError(field, f"{key} {keyfile} and {chain} {certfile} are not a pair of PEM files: {e}") from e
+
+
+def _check_readable(field: str, path: Path, setting: str = "") -> None:
+    try:
+        path.read_bytes()
+    except OSError as e:
+        raise TlsFileError(field, f"can't read {setting + ': ' if setting else ''}{path}: {e.strerror}") from e
 
 
 def _as_text(name: str, value: Any) -> str:

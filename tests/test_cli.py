@@ -442,7 +442,8 @@ def test_serve_greets_with_commands_that_work_and_ctrl_c_ends_all(state_dir: Pat
 
         eventually(lambda: served.states() == ["ready", "ready"], within_s=10)
         static = "http://127.0.0.1:9"
-        assert "Added" in served.nodes("add", static, "--models", "other")
+        assert "Added" in served.nodes("add", static, "--models", "other", "--host-header", "Engine.example:80")
+        assert json.loads(served.nodes("list", "--json"))[static]["host_header"] == "engine.example:80"
         assert static in served.nodes("list")
 
         second = Served(state_dir, tmp_path / "log2", "--workers", "1")

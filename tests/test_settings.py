@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import ssl
 from pathlib import Path
 
 import pytest
 import trustme
 
 from app.errors import ConfigurationError
-from app.settings import Settings, flag_of, misspelt_variables, variables_of
+from app.settings import Settings, flag_of, misspelt_variables, tls_towards_engines, variables_of
 
 # The flags of `lmdeploy serve proxy` and their defaults (source: lmdeploy/cli/serve.py, 0.18.0).
 LMDEPLOY_DEFAULTS = {
@@ -310,14 +311,29 @@ def test_what_engines_are_shown_is_a_pair_of_files(tmp_path: Path) -> None:
     key, chain = tmp_path / "key.pem", tmp_path / "chain.pem"
     certificate.private_key_pem.write_to_path(key)
     certificate.cert_chain_pems[0].write_to_path(chain)
-    both = {"engine_keyfile": key, "engine_certfile": chain}
+    both = {"engine_key_file": key, "engine_cert_file": chain}
     settings = Settings.load(both)
-    assert (settings.engine_keyfile, settings.engine_certfile) == (key, chain)
-    for lacking, name in (("engine_keyfile", "--engine-keyfile"), ("engine_certfile", "--engine-certfile")):
+    assert (settings.engine_key_file, settings.engine_cert_file) == (key, chain)
+    for lacking, name in (("engine_key_file", "--engine-key-file"), ("engine_cert_file", "--engine-cert-file")):
         one = {field: path for field, path in both.items() if field != lacking}
         assert complaint(one).endswith(f"needs {name}: set it to the path of a PEM file")
     chain.write_text("no certificate")
     assert "are not a pair of PEM files" in complaint(both)
+
+
+def test_whom_engines_are_trusted_by_is_a_file_with_certificates(tmp_path: Path) -> None:
+    path = tmp_path / "ca.pem"
+    said = complaint({"engine_ca_file": str(path)})
+    assert said == f"--engine-ca-file: can't read {path}: No such file or directory"
+    assert complaint({"engine_ca_file": str(tmp_path)}).endswith(f"can't read {tmp_path}: Is a directory")
+    path.write_text("no certificate")
+    assert complaint({"engine_ca_file": str(path)}).startswith(f"--engine-ca-file: {path} is no PEM file with cert")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(path)
+    context = tls_towards_engines(Settings.load({"engine_ca_file": str(path)}))
+    assert context is not None and context.verify_mode is ssl.CERT_REQUIRED and context.check_hostname
+    assert len(context.get_ca_certs()) == 1, "and by nobody else"
+    assert tls_towards_engines(Settings.load()) is None
 
 
 def test_variables_that_are_no_setting_are_told_with_the_nearest_that_is_and_without_their_value() -> None:

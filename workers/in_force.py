@@ -127,6 +127,8 @@ def shown_value(value: object) -> str:
     if value is None:
         return "none"
     text = str(value)  # of a key: asterisks
+    if text.startswith(("dns:", "dns+srv:")):
+        return text  # its options are no secret, and there is no user
     return without_credentials(text) if "://" in text else text
 
 

@@ -641,6 +641,12 @@ def _schemas() -> Schema:
                         "nullable": True,
                         "description": "mooncake, sglang: of a prefill node's bootstrap server; else --bootstrap-port.",
                     },
+                    host_header={
+                        "type": "string",
+                        "nullable": True,
+                        "description": "HOST or HOST:PORT that the node is sent as Host instead of its URL's, and for "
+                        "https the name that its certificate must have. Empty: the URL's again.",
+                    },
                 ),
                 "nullable": True,
             },
@@ -662,6 +668,12 @@ def _schemas() -> Schema:
             reason={"type": "string", "description": "Why it is in this state."},
             role_name={"type": "string", "enum": [role.name for role in Role]},
             bootstrap_port={"type": "integer", "nullable": True, "description": "null: --bootstrap-port."},
+            host_header={"type": "string", "nullable": True, "description": "null: that of the URL."},
+            source={
+                "type": "string",
+                "nullable": True,
+                "description": "The --discover that it comes from; null: registered by a call or a setting.",
+            },
             stages={
                 "type": "object",
                 "additionalProperties": _object(

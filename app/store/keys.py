@@ -57,6 +57,10 @@ class Keys:
         """The worker's hand-overs that go on."""
         return f"{self.prefix}handing:{worker}"
 
+    def discovering(self, source: str) -> str:
+        """The worker whose turn it is to read the source."""
+        return f"{self.prefix}discovering:{source}"
+
     def load(self, group: int) -> str:
         """The nodes of a group in the order of their load."""
         return f"{self.prefix}load:{group}"
@@ -78,7 +82,8 @@ class Shape(NamedTuple):
 
 def shapes(keys: Keys) -> dict[str, Shape]:
     """Key -> shape of all keys that a deployment has once, but those that are made anew whenever they are not right
-    (`load_index` and its groups) and `restating`, which is overwritten or expires. `events` is a channel, no key."""
+    (`load_index` and its groups), `restating`, which is overwritten or expires, and the leases of sources, which who
+    wants one takes away. `events` is a channel, no key."""
     return {
         keys.layout: Shape("string", "count"),
         keys.version: Shape("string", "count"),

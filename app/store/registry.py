@@ -342,26 +342,51 @@ class Registry:
         asked: bool = False,
         static: bool = False,
         bootstrap_port: int | None = None,
-    ) -> None:
-        """Register or update a node; pending until its next good probe. Raises StoreUnavailable."""
+        host_header: str = "",
+        source: str = "",
+    ) -> bool:
+        """Register or update a node; pending until its next good probe. Raises StoreUnavailable.
+
+        Args:
+            source: the `--discover` that lists it: nothing is done where the node is another's. Empty: whoever had
+                it, it is the caller's from now on.
+
+        Returns:
+            Whether it was done.
+        """
         node = Node(
-            url, role=role, models=models, speed=speed, asked=asked, static=static, bootstrap_port=bootstrap_port
+            url,
+            role=role,
+            models=models,
+            speed=speed,
+            asked=asked,
+            static=static,
+            bootstrap_port=bootstrap_port,
+            host_header=host_header,
+            source=source,
         )
         fields = node_to_fields(node)
         for given_by_script in ("order", "incarnation", "registered_at_ms", "state_since_ms", "life"):
             del fields[given_by_script]
         keys = self._keys
         names = (keys.nodes, keys.node(url), keys.version, keys.engine_keys, keys.failures)
-        await self._change("add", url, "add_node", names, [url, key or "", *_flat(fields)])
+        arguments: list[Argument] = [url, key or "", source, *_flat(fields)]
+        return await self._change("add", url, "add_node", names, arguments) != Code.REFUSED
 
     async def remove(self, url: str, *, when: str = "now") -> bool:
         """Take a node out; `when` as in remove_node.lua. Returns whether it was taken out."""
         names = of_node_removed(self._keys, url)
         return await self._change("remove", url, "remove_node", names, [url, when]) == Code.DONE
 
-    async def drain(self, url: str, timeout_s: float) -> bool:
-        """No new requests for the node; removed when the last has ended or after `timeout_s`."""
-        code = await self._set_state(url, State.DRAINING, drain_ms=round(timeout_s * 1000))
+    async def drain(self, url: str, timeout_s: float, *, incarnation: str = "", reason: str | None = None) -> bool:
+        """No new requests for the node; removed when the last has ended or after `timeout_s`.
+
+        Args:
+            incarnation: of the registration that is meant; empty: whichever it is now.
+        """
+        fields = {} if reason is None else {"reason": reason}
+        drain_ms = round(timeout_s * 1000)
+        code = await self._set_state(url, State.DRAINING, incarnation=incarnation, drain_ms=drain_ms, fields=fields)
         return code in (Code.DONE, Code.UPDATED, Code.UNCHANGED)
 
     async def set_state(

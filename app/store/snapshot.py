@@ -76,6 +76,11 @@ class Snapshot:
         left = [self.nodes[url] for url in pool.urls if url not in urls]
         return self._pool_of(left, model=pool.model) if left else None
 
+    def host_header(self, url: str) -> str:
+        """Under which name the node is spoken to; empty: that of its URL."""
+        node = self.nodes.get(url)
+        return node.host_header if node is not None else ""
+
     def knows(self, model: str) -> bool:
         """Whether any node, a gone one too, has the model."""
         return any(model in node.models for node in self.nodes.values())

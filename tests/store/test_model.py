@@ -515,7 +515,7 @@ class Machine(RuleBasedStateMachine):
         said = {"state": "pending", "speed": speed, "static": "0", "drain_until_ms": "0"}
         flat = [part for item in said.items() for part in item]
         keys = [*self.node_keys(url), self.keys.engine_keys, self.keys.failures]
-        reply = self.run("add_node", keys, [url, key, *flat])
+        reply = self.run("add_node", keys, [url, key, "", *flat])
         model.failures.pop(url, None)
         before = model.nodes.get(url)
         model.version += 1

@@ -412,9 +412,10 @@ def test_the_page_has_every_key_of_the_code_and_no_other() -> None:
     names = {value.removeprefix(keys.prefix) for name, value in vars(keys).items() if name != "prefix"}
     of_node = (keys.node("<url>"), keys.latency("<url>"), keys.stages("<url>"))
     names |= {name.removeprefix(keys.prefix) for name in (*of_node, keys.ledger("<worker>"), keys.handing("<worker>"))}
+    names.add(keys.discovering("<source>").removeprefix(keys.prefix))
     names.add(keys.load(0).removeprefix(keys.prefix).replace("0", "<group>"))
     methods = {name for name, value in vars(Keys).items() if callable(value) and not name.startswith("_")}
-    assert methods == {"node", "ledger", "latency", "stages", "handing", "load"}, "a new kind of key"
+    assert methods == {"node", "ledger", "latency", "stages", "handing", "load", "discovering"}, "a new kind of key"
     assert set(KEY_ROWS) == names
 
 
@@ -463,6 +464,7 @@ async def test_the_pages_commands_work_and_no_key_is_missing_from_it(own_redis: 
         await worker.leave_traces(url, "http://10.0.0.6:23333")
         await worker.take(1)
         await worker.registry.run("hold_lease", [worker.keys.prober], [name, 60_000])
+        await worker.registry.run("hold_lease", [worker.keys.discovering("dns://engine:8000")], [name, 60_000])
         await worker.add_ready("http://10.0.0.7:23333", role=Role.Encode)
         for policy in ("round_robin", "weighted"):
             async with Worker(space.url, "default", policy, encoder_policy=policy) as encoding:
@@ -480,12 +482,13 @@ async def test_the_pages_commands_work_and_no_key_is_missing_from_it(own_redis: 
             words = shlex.split(ticked(example)[0])
             assert words[0] == "redis-cli"
             full = space.key(key.replace("<url>", url).replace("<worker>", name).replace("<group>", "0"))
+            full = full.replace("<source>", "dns://engine:8000")
             assert full in words, f"the example for {key} shows another key"
             if type_ != "channel":
                 assert space.cli("TYPE", full) == type_.lower()
             reply: Any = space.cli(*words[1:])
             assert reply, f"{words} answered {reply!r}"
         patterns = [re.escape(key).replace("<url>", "https?://.+").replace("<worker>", r"[\w.-]+") for key in KEY_ROWS]
-        patterns.append(r"load:\d+")
+        patterns += [r"load:\d+", r"discovering:dns://engine:8000"]
         unknown = [key for key in space.key_names() if not any(re.fullmatch(p, key) for p in patterns)]
         assert unknown == []
