@@ -11,6 +11,7 @@
 -- KEYS[5]  latency_mean       HASH   url -> mean of the latency window, seconds
 -- KEYS[6]  explored           HASH   url -> explorations since its last success
 -- KEYS[7]  load_index         STRING name of the groups that load:<group> are; taken away
+-- KEYS[8+] learned            HASH   url -> learned speed; one key, for a policy that reads it
 -- ARGV[1]  worker             id
 -- ARGV[2]  generation         of the connection this call came over
 -- ARGV[3]  version            of the snapshot the candidates come from; '' = whatever it is now
@@ -20,7 +21,7 @@
 --          member (restate first), 2 snapshot is not current (refresh first)
 -- COST     O(candidates)      CALLER app/store/ledger.py
 local unfinished, ledger, sessions, version_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local latency_mean, explored, load_index = KEYS[5], KEYS[6], KEYS[7]
+local latency_mean, explored, load_index, learned = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local worker, generation, version = ARGV[1], ARGV[2], ARGV[3]
 local FIRST = 4
 
@@ -64,8 +65,9 @@ while at <= #ARGV do
     local counts = read(unfinished, READS_UNFINISHED, urls + 1, size)
     local means = read(latency_mean, READS_LATENCY, urls + 1, size)
     local tries = read(explored, READS_LATENCY, urls + 1, size)
+    local found = read(learned, READS_LEARNED, urls + 1, size)
     local draw, chance = tonumber(ARGV[draws + 1]), tonumber(ARGV[draws + 2])
-    local index, exploring = choose(size, ARGV, speeds, counts, means, tries, draw, chance)
+    local index, exploring = choose(size, ARGV, speeds, counts, means, tries, draw, chance, found)
     local url = ARGV[urls + index]
     redis.call('HINCRBY', unfinished, url, 1)
     redis.call('HINCRBY', ledger, url, 1)

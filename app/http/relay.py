@@ -21,6 +21,7 @@ import time
 from starlette.types import Send
 
 from app.dispatch.answer import Answer, Outcome
+from app.dispatch.work import EVENT, USAGE_BYTES, tokens_of
 from app.errors import EngineBroke, EvenhandError, Headers, UpstreamError, error_event
 from app.http.headers import ClientHead
 from app.http.ports import Wire
@@ -77,6 +78,8 @@ class Relay:
             await self._start()
             return await self._stream(tail)
         whole = answer.whole()
+        if whole is not None:
+            answer.tokens = tokens_of(whole, len(whole))
         if whole is not None and head.content_length in (None, len(whole)):
             return await self._finish(whole)
         return await self._body(head.content_length)
@@ -115,7 +118,7 @@ class Relay:
 
     async def _stream(self, tail: StreamTail) -> Outcome:
         broke: EvenhandError | None = None
-        served = self._served
+        served, answer = self._served, self._answer
         try:
             if self._wire is not None:
                 write = self._wire.write
@@ -124,6 +127,7 @@ class Relay:
                     if not served.chunks:
                         served.first_s = time.monotonic()
                     served.chunks += 1
+                    answer.tokens += chunk.count(EVENT)
                     tail.feed(chunk)
                     return write(chunk, more=True)
 
@@ -133,6 +137,7 @@ class Relay:
                     if not served.chunks:
                         served.first_s = time.monotonic()
                     served.chunks += 1
+                    answer.tokens += chunk.count(EVENT)
                     await self._put(chunk)
                     # Only now: a chunk whose send was interrupted never reached the client.
                     tail.feed(chunk)
@@ -148,9 +153,12 @@ class Relay:
     async def _body(self, content_length: int | None) -> Outcome:
         read = self._answer.read
         left_bytes = -1 if content_length is None else content_length
+        size, end = 0, b""
         try:
             while chunk := await read():
                 left_bytes -= len(chunk)
+                size, end = size + len(chunk), (end + chunk[-USAGE_BYTES:])[-USAGE_BYTES:]
+                self._answer.tokens = tokens_of(end, size)
                 if left_bytes == 0:
                     await read()
                     return await self._finish(chunk)

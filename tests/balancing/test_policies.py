@@ -28,7 +28,7 @@ def unseen(unfinished: int = 0, explored: int = 0, speed: float = 1.0) -> Candid
 
 
 def test_the_strategies_are_those_that_the_command_line_offers() -> None:
-    assert set(POLICIES) == {"min_expected_latency", "random", "min_observed_latency"}
+    assert set(POLICIES) == {"min_expected_latency", "random", "min_observed_latency", "least_expected_delay"}
 
 
 # --- min_expected_latency -------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_min_observed_explores_a_failing_node_with_one_request_in_ten() -> None:
     assert abs(chosen[1] - 1000) <= 100
 
 
-@pytest.mark.parametrize("policy", ["min_expected_latency", "random", "min_observed_latency"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_equal_candidates_are_taken_equally_often(policy: str) -> None:
     draws = random.Random(22)
     candidates = [Candidate(1, 0, 0.25)] * 3
