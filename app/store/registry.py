@@ -19,7 +19,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgpack
 from redis.exceptions import NoScriptError, RedisError, ResponseError
@@ -402,7 +402,7 @@ class Registry:
 
     async def _to_show_its_speed(self, url: str) -> None:
         """Who comes back starts slowly; what was learned of it stays (`learning:<url>`). Before it gets requests again."""
-        await self._guard(lambda: cast(Awaitable[int], self.redis.hdel(self._keys.learned, url)))
+        await self._guard(lambda: self.redis.hdel(self._keys.learned, url))
 
     async def _breaker(self, script: str, url: str, arguments: list[Argument], *more: str) -> bool:
         keys = self._keys

@@ -27,7 +27,8 @@ LEARNED = st.one_of(st.none(), st.sampled_from([1.0, 2.0, 0.1, 1e-9, 1e12]), st.
 A_CANDIDATE = st.builds(Candidate, SPEEDS, COUNTS, MEANS, st.integers(0, 2), LEARNED)
 CANDIDATES = st.lists(A_CANDIDATE, min_size=1, max_size=7)
 DRAW = st.one_of(
-    st.sampled_from([0.0, 0.0049, 0.005, 0.0999, 0.1, 0.5, 0.9999999999999999]), st.floats(min_value=0, max_value=1, exclude_max=True)
+    st.sampled_from([0.0, 0.0049, 0.005, 0.0999, 0.1, 0.5, 0.9999999999999999]),
+    st.floats(min_value=0, max_value=1, exclude_max=True),
 )
 
 
