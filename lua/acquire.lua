@@ -21,9 +21,10 @@
 --          member (restate first), 2 snapshot is not current (refresh first)
 -- COST     O(candidates)      CALLER app/store/ledger.py
 local unfinished, ledger, sessions, version_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local latency_mean, explored, load_index, learned = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
+local latency_mean, explored, load_index = KEYS[5], KEYS[6], KEYS[7]
 local worker, generation, version = ARGV[1], ARGV[2], ARGV[3]
-local FIRST = 4
+local FIRST, LEARNED = 4, 8
+local learned = KEYS[LEARNED]
 
 local at_once = redis.call('MGET', version_key, load_index)
 local current, ordered = at_once[1] or '0', at_once[2]

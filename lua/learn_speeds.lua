@@ -11,7 +11,7 @@
 -- ARGV[1]  now                ms; '' = Redis's clock
 -- ARGV[2+] url, n, then n times rate   per node: work per second of its answers, oldest first
 -- RETURN   {code}             code: 0 learned
--- COST     O(rates)           CALLER app/store/speeds.py
+-- COST     O(rates)           CALLER app/store/ledger.py
 local nodes, unfinished, learned = KEYS[1], KEYS[2], KEYS[3]
 local now_ms = tonumber(ARGV[1])
 local FIRST = 4
@@ -45,7 +45,7 @@ for i = FIRST, #KEYS do
             weight = weight + 1
         end
         shown = math.min(shown + n, SHOWN)
-        redis.call('HSET', KEYS[i], 'speed', string.format('%.9g', speed), 'weight', string.format('%.3f', weight),
+        redis.call('HSET', KEYS[i], 'speed', string.format('%.9g', speed), 'weight', string.format('%.9g', weight),
             'shown', shown, 'at_ms', string.format('%.0f', now_ms))
         redis.call('HSET', learned, url, string.format('%.6g', speed * (1 + shown) / (1 + SHOWN)))
     end

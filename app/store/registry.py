@@ -401,7 +401,7 @@ class Registry:
         return moved
 
     async def _to_show_its_speed(self, url: str) -> None:
-        """Who comes back starts slowly; what was learned of it stays (`learning:<url>`). Before it gets requests again."""
+        """Before it gets requests again: who comes back starts slowly, with the speed that stands in `learning:<url>`."""
         await self._guard(lambda: self.redis.hdel(self._keys.learned, url))
 
     async def _breaker(self, script: str, url: str, arguments: list[Argument], *more: str) -> bool:

@@ -473,6 +473,9 @@ async def test_the_pages_commands_work_and_no_key_is_missing_from_it(own_redis: 
                     ticket.release(succeeded=False)
         await aeventually(lambda: totals(space) == {url: 1} and space.cli("PUBSUB", "NUMSUB", space.key("events"))[1])
         keys, version = worker.keys, worker.registry.snapshot.version
+        async with Worker(space.url, "default", "learning", strategy="least_expected_delay") as learning:
+            ticket = await learning.ledger.acquire(lambda snapshot: snapshot.only(url))
+            ticket.release(succeeded=True, work=1.0)
         names = [keys.unfinished, keys.version, keys.load_index, keys.load(0)]
         await worker.registry.run("index_loads", names, [version, f"{version}:ab12", 60_000, 1, f"1.0 {url}"])
         for key, (type_, _, example) in KEY_ROWS.items():

@@ -233,6 +233,6 @@ async def test_without_redis_a_worker_goes_by_its_own_answers(own_redis: Private
             await worker.add_ready(url)
         await answer(worker, A, work=30.0, times=4)
         await answer(worker, B, work=10.0, times=4)
-        own_redis.stop()
+        own_redis.server.kill()
         await aeventually(lambda: not worker.shared)
         assert await share(worker, 40) == {A: pytest.approx(30, abs=2), B: pytest.approx(10, abs=2)}
