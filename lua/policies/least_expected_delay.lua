@@ -12,20 +12,45 @@
 local READS_UNFINISHED, READS_LATENCY, READS_LEARNED = true, false, true
 local EXPLORE_NEW, EXPLORE_IDLE, CAUTION = 0.1, 0.005, 0.9
 
-local function choose(size, speeds, before, counts, means, tries, draw, chance, learned)
-    local known, sum, by = 0, 0, {}
+-- The least score of those that are learned, how many have it, the first of them, and how many are not learned.
+local function least_of(size, counts, learned)
+    local least, ties, first, missing = math.huge, 0, 1, 0
     for i = 1, size do
-        local speed = tonumber(learned[i] or nil)
-        if speed and speed > 0 then
-            known, by[i] = known + 1, speed
-            sum = sum + speed / speeds[before + i]
+        local speed = learned[i]
+        if speed then
+            local score = ((counts[i] or 0) + 1) / speed
+            if score < least then
+                least, ties, first = score, 1, i
+            elseif score == least then
+                ties = ties + 1
+            end
+        else
+            missing = missing + 1
         end
     end
-    local unit = known > 0 and sum / known * (1 - CAUTION * known / size) or 1
+    return least, ties, first, missing
+end
+
+-- What stands for the speed of nodes that are not learned: times the operator's.
+local function unit_of(size, speeds, before, learned)
+    local known, sum = 0, 0
+    for i = 1, size do
+        if learned[i] then
+            known, sum = known + 1, sum + learned[i] / speeds[before + i]
+        end
+    end
+    return known > 0 and sum / known * (1 - CAUTION * known / size) or 1
+end
+
+local function choose(size, speeds, before, counts, means, tries, draw, chance, learned)
+    local least, ties, first, missing = least_of(size, counts, learned)
+    if ties == 1 and missing == 0 and chance >= EXPLORE_IDLE then
+        return first, false
+    end
     if chance < EXPLORE_NEW then
         local idle = {}
         for i = 1, size do
-            if (chance < EXPLORE_IDLE or not by[i]) and tonumber(counts[i] or 0) == 0 then
+            if (chance < EXPLORE_IDLE or not learned[i]) and tonumber(counts[i] or 0) == 0 then
                 idle[#idle + 1] = i
             end
         end
@@ -33,16 +58,15 @@ local function choose(size, speeds, before, counts, means, tries, draw, chance, 
             return idle[math.floor(draw * #idle) + 1], false
         end
     end
-    local least, ties, tied = math.huge, 0, {}
+    local unit, tied = missing > 0 and unit_of(size, speeds, before, learned), {}
+    least = math.huge
     for i = 1, size do
-        local score = ((counts[i] or 0) + 1) / (by[i] or unit * speeds[before + i])
+        local score = ((counts[i] or 0) + 1) / (learned[i] or unit * speeds[before + i])
         if score < least then
-            least, ties = score, 0
-        end
-        if score == least then
-            ties = ties + 1
-            tied[ties] = i
+            least, tied = score, { i }
+        elseif score == least then
+            tied[#tied + 1] = i
         end
     end
-    return tied[math.floor(draw * ties) + 1], false
+    return tied[math.floor(draw * #tied) + 1], false
 end
