@@ -401,7 +401,7 @@ class Registry:
         return moved
 
     async def _to_show_its_speed(self, url: str) -> None:
-        """Before it gets requests again: who comes back starts slowly, with the speed that it had (`learning:<url>`)."""
+        """Before it gets requests again: who comes back starts slowly, at the speed that it had (`learning:<url>`)."""
         await self._guard(lambda: self.redis.hdel(self._keys.learned, url))
 
     async def _breaker(self, script: str, url: str, arguments: list[Argument], *more: str) -> bool:

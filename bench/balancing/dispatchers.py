@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from app.balancing import DECIDE_BY_LEARNED
+from app.balancing import DECIDE_BY_LEARNED, POLICIES, Candidate
+from app.balancing.learning import Learned, learn
 from app.dispatch.work import TOKEN_BYTES, work_of
 from app.store.keys import Keys
 from app.store.latencies import NOTE_AFTER_S
@@ -148,3 +149,53 @@ class Shared:
             for url, rates in samples.items():
                 words += [url, len(rates), *(f"{rate:.6g}" for rate in rates)]
             self._run(*self._scripts[2].evalsha(names, words))
+
+
+class Twin:
+    """least_expected_delay by its Python twins alone, as one worker would without Redis.
+
+    Args:
+        absent: node -> second from which on it is there.
+    """
+
+    def __init__(self, scenario: Scenario, seed: int, *, absent: dict[int, float] | None = None) -> None:
+        self.learned: dict[int, Learned] = {}
+        self.halved: dict[int, int] = {}
+        self.chosen: list[tuple[float, int, list[int]]] = []  # second, node, counts before
+        self._absent = absent or {}
+        self._rates: dict[int, list[float]] = {}
+        self._due_s = 0.0
+        self._counts: Sequence[int] = [0] * len(scenario.speeds)
+        self._draws = random.Random(seed)
+
+    def choose(self, request: Request, counts: Sequence[int], now_s: float) -> int:
+        self._tell(now_s)
+        there = [node for node in range(len(counts)) if self._absent.get(node, 0.0) <= now_s]
+        candidates = [Candidate(1.0, counts[node], learned=self._counted(node)) for node in there]
+        index, _ = POLICIES["least_expected_delay"](candidates, (self._draws.random(), self._draws.random()))
+        self.chosen.append((now_s, there[index], list(counts)))
+        self._counts = counts
+        return there[index]
+
+    def finished(self, request: Request, now_s: float) -> None:
+        node = request.node
+        if request.failed:
+            self.halved[node] = min(self.halved.get(node, 0) + 1, 4)
+            return
+        self.halved.pop(node, None)
+        self._rates.setdefault(node, []).append(request.tokens / (now_s - request.at_s))
+        self._tell(now_s)
+
+    def changed(self, node: int, speed: float) -> None:
+        pass
+
+    def _counted(self, node: int) -> float | None:
+        learned = self.learned.get(node)
+        return learned.counted / 2 ** self.halved.get(node, 0) if learned else None
+
+    def _tell(self, now_s: float) -> None:
+        if now_s >= self._due_s:
+            self._due_s = now_s + NOTE_AFTER_S
+            rates, self._rates = self._rates, {}
+            for node, some in rates.items():
+                self.learned[node] = learn(self.learned.get(node), some, self._counts[node], now_s)

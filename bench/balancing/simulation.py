@@ -27,8 +27,9 @@ READ_AT_ONCE = 0.128
 
 @dataclass(frozen=True)
 class Scenario:
-    """`changes`: (second, node, speed from then on; 0: what it gets fails at once). Counted is what comes from `since_s`
-    to `until_s`. `flat`, `full`: of the engine; its step is set so that a full one does as much whatever they are."""
+    """`changes`: (second, node, speed from then on; 0: what it gets fails at once). Counted is what comes from
+    `since_s` to `until_s`. `flat`, `full`: of the engine; its step is set so that a full one does as much whatever
+    they are."""
 
     name: str
     speeds: tuple[float, ...]
