@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # `python bench/balance.py` works as well as `python -m bench.balance`
 
 from bench.balancing.dispatchers import InTurn, Knowing, Shared, Told, TwoChoices  # noqa: E402
+from bench.balancing.plot import plot  # noqa: E402
 from bench.balancing.scenarios import SCENARIOS, Aim  # noqa: E402
 from bench.balancing.simulation import Dispatcher, Result, Scenario, run  # noqa: E402
 
@@ -116,6 +117,17 @@ def table(found: dict[str, Ratios]) -> str:
     return "\n".join(lines)
 
 
+def pictures(found: dict[str, Ratios], directory: Path) -> None:
+    """The mean and the p99 of those that a reader would choose between."""
+    shown = {f"{LED}, 4 workers": LED, TOLD: TOLD, UNTOLD: UNTOLD, "the less busy of two": "the less busy of two"}
+    for at, what in enumerate(("mean", "p99")):
+        ratios = {
+            scenario: {title: means(of[name])[at] for name, title in shown.items()} for scenario, of in found.items()
+        }
+        title = f"{what} latency, in multiples of the perfect dispatcher's (simulation)"
+        (directory / f"balancing-{what}.svg").write_text(plot(title, ratios))
+
+
 def words(aim: Aim) -> str:
     return " / ".join("" if value is None else f"{value:.2f}" for value in aim).strip(" /")
 
@@ -181,6 +193,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--seeds", type=int, default=10, help="runs of each scenario (default: %(default)s)")
     made.add_argument("--quick", action="store_true", help="2 seeds: about two minutes; shorter rounds with --real")
+    made.add_argument("--pictures", type=Path, metavar="DIRECTORY", help="also as SVG, into this directory")
     made.add_argument("--cost", action="store_true", help="what an acquire costs Redis")
     made.add_argument("--real", action="store_true", help="in real time, with peers")
     made.add_argument("--rounds", type=int, default=3, help="of --real (default: %(default)s)")
@@ -203,6 +216,8 @@ def main() -> int:
         return 0
     found = simulate(2 if arguments.quick else arguments.seeds, arguments.longest_s)
     print(table(found))
+    if arguments.pictures:
+        pictures(found, arguments.pictures)
     print()
     for verdict in verdicts(found):
         print(verdict)
