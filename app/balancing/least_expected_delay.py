@@ -9,7 +9,7 @@ Trade-offs: needs no speeds, and follows an engine that becomes slower or faster
 takes every request for the same amount of work: weighing them by estimates measured worse (docs/balancing.md). A node
 that has become faster while it was too slow to be chosen shows it only where it is explored, once in 200 requests while
 it is idle. A newcomer gets few requests until its first answers have ended, which with answers of minutes is minutes.
-In a fleet of equal nodes what it learns is noise, and costs about 1 % against join-the-shortest-queue.
+In a fleet of equal nodes the first seconds cost about 2 % against join-the-shortest-queue, what it learns later 0.1 %.
 """
 
 from __future__ import annotations
