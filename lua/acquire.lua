@@ -23,7 +23,7 @@
 local unfinished, ledger, sessions, version_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local latency_mean, explored, load_index = KEYS[5], KEYS[6], KEYS[7]
 local worker, generation, version = ARGV[1], ARGV[2], ARGV[3]
-local FIRST, LEARNED = 4, 8
+local FIRST, LEARNED, MANY = 4, 8, 32
 local learned = KEYS[LEARNED]
 
 local at_once = redis.call('MGET', version_key, load_index)
@@ -53,6 +53,18 @@ local function read(key, wanted, first, size)
     return values
 end
 
+-- The same of all that stands there: a hash of this size is a list to Redis, which HMGET goes through for each url.
+local function read_all(key, first, size)
+    local all, by, values = redis.call('HGETALL', key), {}, {}
+    for i = 1, #all, 2 do
+        by[all[i]] = all[i + 1]
+    end
+    for i = 1, size do
+        values[i] = by[ARGV[first + i - 1]]
+    end
+    return values
+end
+
 -- Counts are restated after a restart: replicas hear of them, the append-only file does not.
 redis.set_repl(redis.REPL_REPLICA)
 if ordered then
@@ -66,9 +78,12 @@ while at <= #ARGV do
     local counts = read(unfinished, READS_UNFINISHED, urls + 1, size)
     local means = read(latency_mean, READS_LATENCY, urls + 1, size)
     local tries = read(explored, READS_LATENCY, urls + 1, size)
-    local found = read(learned, READS_LEARNED, urls + 1, size)
+    local speeds_learned
+    if READS_LEARNED then
+        speeds_learned = size > MANY and read_all(learned, urls + 1, size) or read(learned, true, urls + 1, size)
+    end
     local draw, chance = tonumber(ARGV[draws + 1]), tonumber(ARGV[draws + 2])
-    local index, exploring = choose(size, ARGV, speeds, counts, means, tries, draw, chance, found)
+    local index, exploring = choose(size, ARGV, speeds, counts, means, tries, draw, chance, speeds_learned)
     local url = ARGV[urls + index]
     redis.call('HINCRBY', unfinished, url, 1)
     redis.call('HINCRBY', ledger, url, 1)

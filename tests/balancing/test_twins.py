@@ -132,6 +132,15 @@ def test_a_fleet_larger_than_one_batch_of_500(acquirer: Acquirer, policy: str, l
         assert acquirer.counts(acquirer.keys.ledger("w")) == {f"http://n{best}": 1}
 
 
+@pytest.mark.parametrize("size", [32, 33, 700])
+def test_a_large_fleet_of_which_nearly_all_are_learned(acquirer: Acquirer, policy: str, size: int) -> None:
+    candidates = [
+        Candidate(1.0 + i % 3, i % 5, 0.5, learned=None if i % 11 == 7 else 10.0 + i % 13) for i in range(size)
+    ]
+    for draws in ((0.3, 0.5), (0.3, 0.05), (0.7, 0.001)):
+        check_twins(acquirer, policy, candidates, draws)
+
+
 # --- two pools, as for prefill and decode ---------------------------------------------------------
 
 POOL = st.lists(A_CANDIDATE, min_size=1, max_size=4)
