@@ -108,6 +108,14 @@ class NoNodeAvailable(EvenhandError):
     retry_after_s = RETRY_AFTER_DOWN_S
 
 
+class TooManyViewers(EvenhandError):
+    """As many watch this worker as may."""
+
+    status = 503
+    code = "too_many_viewers"
+    retry_after_s = 5
+
+
 class ShuttingDown(EvenhandError):
     status = 503
     code = "shutting_down"

@@ -43,6 +43,7 @@ from app.nodes import Node, Role, State
 from app.redis_url import RedisPlace
 from app.settings import Settings, tls_towards_engines
 from app.store.budget import RetryBudget
+from app.store.decisions import Decisions
 from app.store.handing import Handing
 from app.store.handovers import Handovers
 from app.store.keys import Keys
@@ -54,6 +55,7 @@ from app.store.migrations import Migrations
 from app.store.overview import Overview, overview
 from app.store.registry import BreakerRules, Registry
 from app.store.scripts import Script, load_scripts
+from app.store.view import Arrangement, View
 from app.upstream.distserve import DistServeClient, Migration
 from app.upstream.http1 import Http1Transport
 from app.upstream.management import EngineClient
@@ -161,6 +163,9 @@ def create_app(settings: Settings) -> HttpFace:
     directory = MetricsDirectory(Path(hosts)) if hosts else MetricsDirectory.make()
     publisher = Publisher(figures, MetricsWriter(directory.path, worker), lambda: ledger.trouble)
 
+    view = View(registry=registry, keys=keys, ledger=ledger, arrangement=arrangement(settings, topology))
+    figures.on_ended.append(Decisions(ledger=ledger, keys=keys).note)
+
     async def shared() -> Overview:
         if ledger.trouble is not None:
             raise StoreUnavailable(ledger.trouble)
@@ -214,6 +219,8 @@ def create_app(settings: Settings) -> HttpFace:
         store_ok=lambda: ledger.trouble,
         figures=figures,
         metrics=Metrics(directory.merged, shared, within_s=settings.redis_timeout_s),
+        seen=view,
+        watched=ledger.watch_next,
         lifespan=lifespan,
     )
 
@@ -365,6 +372,17 @@ def dispatcher(
         budget=budget,
         figures=split.figures,
         expects_encoders=topology.expects_encoders,
+    )
+
+
+def arrangement(settings: Settings, topology: Topology) -> Arrangement:
+    """What this worker goes by, for who looks at the deployment."""
+    return Arrangement(
+        strategy=settings.routing_strategy,
+        encoder_policy=settings.encoder_policy,
+        serving="DistServe" if topology.split else "Hybrid",
+        fallback=topology.fallback,
+        dummy_prefill=topology.dummy_prefill,
     )
 
 

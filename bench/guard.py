@@ -217,6 +217,7 @@ async def measure(rounds: int) -> Cost:
         engine_client=None,  # type: ignore[arg-type]
         store_ok=lambda: None,
         figures=figures,
+        watched=ledger.watch_next,
     )
     config = Config(app, http=Protocol, lifespan="off", log_config=None, proxy_headers=False)
     config.load()

@@ -21,5 +21,19 @@ class Candidate(NamedTuple):
     learned: float | None = None
 
 
+class Weighing(NamedTuple):
+    """What the next choice goes by, candidate by candidate.
+
+    `scores`: what the policy compares, less is better, None where it compares nothing; `chances`: the exact
+    probability of being chosen; `rule`: the policy in words.
+    """
+
+    scores: list[float | None]
+    chances: list[float]
+    rule: str
+
+
 Policy = Callable[[Sequence[Candidate], tuple[float, float]], tuple[int, bool]]
 """(candidates, two draws in [0, 1)) -> (index of the chosen one from 0, whether it explores)."""
+Weigh = Callable[[Sequence[Candidate]], Weighing]
+"""What the policy would make of these candidates, at least one, for people: the draws are chances there."""

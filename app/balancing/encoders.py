@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from app.balancing.candidate import Weighing
 
 
 @dataclass(slots=True)
@@ -54,17 +56,23 @@ def weighted(encoders: Sequence[Encoder], start: int, items: int) -> list[int]:
     """
     indices = []
     for _ in range(items):
-        total = 0.0
-        for encoder in encoders:
-            total += encoder.speed
-        most = 2 * total
-        for encoder in encoders:
-            credit = 0.0 if math.isnan(encoder.credit) else max(-most, min(most, encoder.credit))
-            encoder.credit = credit + encoder.speed
+        total = _credit(encoders)
         best = max(range(len(encoders)), key=lambda i: encoders[i].credit)
         encoders[best].credit -= total
         indices.append(best)
     return indices
+
+
+def _credit(encoders: Sequence[Encoder]) -> float:
+    """Each is owed its speed more; all speeds together."""
+    total = 0.0
+    for encoder in encoders:
+        total += encoder.speed
+    most = 2 * total
+    for encoder in encoders:
+        credit = 0.0 if math.isnan(encoder.credit) else max(-most, min(most, encoder.credit))
+        encoder.credit = credit + encoder.speed
+    return total
 
 
 def least_unfinished(encoders: Sequence[Encoder], start: int, items: int) -> list[int]:
@@ -85,4 +93,24 @@ ENCODER_POLICIES: dict[str, EncoderPolicy] = {
     "round_robin": round_robin,
     "weighted": weighted,
     "least_unfinished": least_unfinished,
+}
+
+
+def weigh_encoders(policy: str, encoders: Sequence[Encoder], start: int) -> Weighing:
+    """What the policy would make of the next item; nothing of it is by chance. One encoder at least."""
+    (chosen,) = ENCODER_POLICIES[policy]([replace(encoder) for encoder in encoders], start, 1)
+    scores: list[float | None] = [None] * len(encoders)
+    if policy == "weighted":
+        owed = [replace(encoder) for encoder in encoders]
+        _credit(owed)
+        scores = [-encoder.credit for encoder in owed]
+    elif policy == "least_unfinished":
+        scores = [encoder.unfinished / encoder.speed for encoder in encoders]
+    return Weighing(scores, [float(index == chosen) for index in range(len(encoders))], ENCODER_RULES[policy])
+
+
+ENCODER_RULES = {
+    "round_robin": "one encoder after the other, from the shared cursor on",
+    "weighted": "the encoder that is owed most: smooth weighted round robin by speed",
+    "least_unfinished": "the encoder with the least unfinished / speed; equals in turn, from the shared cursor on",
 }

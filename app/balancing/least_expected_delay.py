@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from app.balancing.candidate import Candidate
+from app.balancing.candidate import Candidate, Weighing
 
 EXPLORE_NEW = 0.1
 """Chance that a request is given to an idle node without a learned speed: what a node can draw that never answers."""
@@ -41,13 +41,41 @@ def choose(candidates: Sequence[Candidate], draws: tuple[float, float]) -> tuple
         ]
         if idle:
             return idle[int(draw * len(idle))], False
-    scores = [
-        (candidate.unfinished + 1) / speed if speed else math.inf
-        for candidate, speed in zip(candidates, counted_speeds(candidates), strict=True)
-    ]
+    scores = delays(candidates)
     least = min(scores)
     ties = [index for index, score in enumerate(scores) if score == least]
     return ties[int(draw * len(ties))], False
+
+
+def delays(candidates: Sequence[Candidate]) -> list[float]:
+    """Of each (unfinished + 1) / speed."""
+    speeds = counted_speeds(candidates)
+    return [
+        (candidate.unfinished + 1) / speed if speed else math.inf
+        for candidate, speed in zip(candidates, speeds, strict=True)
+    ]
+
+
+def weigh(candidates: Sequence[Candidate]) -> Weighing:
+    scores = delays(candidates)
+    least = min(scores)
+    settled = [index for index, score in enumerate(scores) if score == least]
+    idle = [index for index, candidate in enumerate(candidates) if candidate.unfinished == 0]
+    fresh = [index for index in idle if not candidates[index].learned]
+    chances = [0.0] * len(candidates)
+    for group, chance in (
+        (idle or settled, EXPLORE_IDLE),
+        (fresh or settled, EXPLORE_NEW - EXPLORE_IDLE),
+        (settled, 1 - EXPLORE_NEW),
+    ):
+        for index in group:
+            chances[index] += chance / len(group)
+    return Weighing(
+        [*scores],
+        chances,
+        "the node with the least (unfinished + 1) / learned speed; an idle node that has shown none is tried with a "
+        f"chance of {EXPLORE_NEW:g}, any idle node with {EXPLORE_IDLE:g}; among equals by chance",
+    )
 
 
 def counted_speeds(candidates: Sequence[Candidate]) -> list[float]:

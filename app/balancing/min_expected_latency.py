@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.balancing.candidate import Candidate
+from app.balancing.candidate import Candidate, Weighing
 
 
 def choose(candidates: Sequence[Candidate], draws: tuple[float, float]) -> tuple[int, bool]:
@@ -20,3 +20,14 @@ def choose(candidates: Sequence[Candidate], draws: tuple[float, float]) -> tuple
     least = min(scores)
     ties = [index for index, score in enumerate(scores) if score == least]
     return ties[int(draws[0] * len(ties))], False
+
+
+def weigh(candidates: Sequence[Candidate]) -> Weighing:
+    scores = [candidate.unfinished / candidate.speed for candidate in candidates]
+    least = min(scores)
+    ties = scores.count(least)
+    return Weighing(
+        [*scores],
+        [1 / ties if score == least else 0.0 for score in scores],
+        "the node with the least unfinished / speed; among equals by chance",
+    )

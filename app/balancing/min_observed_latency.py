@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from app.balancing.candidate import Candidate
+from app.balancing.candidate import Candidate, Weighing
 
 EXPLORE_RATIO = 0.1
 """Chance of trying a node again whose last exploration brought no latency: its share of the traffic
@@ -42,3 +42,29 @@ def choose(candidates: Sequence[Candidate], draws: tuple[float, float]) -> tuple
         if group:
             return group[int(draws[0] * len(group))], explores
     raise ValueError("a policy needs at least one candidate")
+
+
+def weigh(candidates: Sequence[Candidate]) -> Weighing:
+    indices = range(len(candidates))
+    means = [candidate.mean_latency_s for candidate in candidates]
+    least = min((mean for mean in means if mean is not None), default=None)
+    unseen = [index for index in indices if means[index] is None]
+    load = min((candidates[index].unfinished / candidates[index].speed for index in unseen), default=None)
+    settled = (
+        [index for index in indices if means[index] == least]
+        if least is not None
+        else [index for index in unseen if candidates[index].unfinished / candidates[index].speed == load]
+    )
+    again = [index for index in unseen if candidates[index].unfinished == 0]
+    fresh = [index for index in again if candidates[index].explored == 0]
+    chances = [0.0] * len(candidates)
+    for group, chance in ((again or settled, EXPLORE_RATIO), (fresh or settled, 1 - EXPLORE_RATIO)):
+        for index in group:
+            chances[index] += chance / len(group)
+    return Weighing(
+        [*means],
+        chances,
+        "the node with the least mean of its last 15 latencies; an idle node without any is tried first, "
+        f"and with a chance of {EXPLORE_RATIO:g} where that brought none; where no node has any, the least "
+        "unfinished / speed; among equals by chance",
+    )

@@ -6,9 +6,10 @@ with the square root of the load, and a node that is stuck keeps its full share.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from app.balancing.candidate import Candidate
+from app.balancing.candidate import Candidate, Weighing
 
 
 def choose(candidates: Sequence[Candidate], draws: tuple[float, float]) -> tuple[int, bool]:
@@ -22,3 +23,11 @@ def choose(candidates: Sequence[Candidate], draws: tuple[float, float]) -> tuple
         if point < 0:
             return index, False
     return len(candidates) - 1, False
+
+
+def weigh(candidates: Sequence[Candidate]) -> Weighing:
+    total = sum(candidate.speed for candidate in candidates)
+    chances = [candidate.speed / total for candidate in candidates]
+    if total == math.inf:  # no point of it is within anybody's speed: the walk ends at the last one
+        chances = [0.0] * (len(candidates) - 1) + [1.0]
+    return Weighing([None] * len(candidates), chances, "by chance, in proportion to speed")

@@ -7,6 +7,7 @@ waits because Redis is away: then what is shared is left out, and `evenhand_redi
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -84,11 +85,11 @@ def shared_metrics(overview: Overview) -> list[Metric]:
         texts = [label.encode("utf-8", "replace").decode() for label in labels]
         metric.add_sample(family.name, dict(zip(family.labels, texts, strict=True)), value)
 
-    add(families.WORKERS, overview.workers)
+    add(families.WORKERS, len(overview.workers))
     add(families.CURSOR, overview.encoder_cursor)
     add(families.VERSION, overview.version)
     add(families.HELD_SESSIONS, overview.held_sessions)
-    for state, count in overview.links.items():
+    for state, count in Counter(overview.links.values()).items():
         add(families.LINKS, count, state)
     for what, count in overview.handovers.items():
         add(families.HANDOVERS, count, what)

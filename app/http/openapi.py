@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from app import __version__
-from app.nodes import Role, State
+from app.balancing import ENCODER_POLICIES, POLICIES
+from app.nodes import Breaker, Role, State
 
 Schema = dict[str, Any]
 
@@ -57,6 +58,7 @@ def document() -> Schema:
             "/v1/completions": {"post": _forwarded("Completion", "completion")},
             "/v1/{path}": {"post": _forwarded_other()},
             "/nodes/status": {"get": _nodes_status()},
+            "/nodes/explain": {"get": _nodes_explain()},
             "/nodes/add": {"post": _nodes_add()},
             "/nodes/remove": {"post": _nodes_remove()},
             "/nodes/terminate": {"post": _nodes_terminate()},
@@ -69,6 +71,8 @@ def document() -> Schema:
             "/health": {"get": _health()},
             "/ready": {"get": _ready()},
             "/metrics": {"get": _metrics()},
+            "/dashboard/state": {"get": _state()},
+            "/dashboard/events": {"get": _events()},
             "/": {"get": _page()},
             "/openapi.json": {"get": _openapi()},
         },
@@ -410,6 +414,64 @@ def _links() -> Schema:
     )
 
 
+# --- seeing it -------------------------------------------------------------------------------------
+
+_READERS = "Open to everybody while no keys are configured."
+
+
+def _nodes_explain() -> Schema:
+    return _operation(
+        "Nodes",
+        "What the next decision for a model would weigh",
+        "nodesExplain",
+        ok=_answer("The candidates as they stand now, and who is passed over.", _json(_ref("Explanation"))),
+        errors=("400", "401", "403", "404"),
+        description="Nothing is counted and no node is asked. While Redis is away by this worker's own counts. "
+        f"{_READERS}",
+        security=_ADMIN,
+        parameters=[
+            {
+                "name": "model",
+                "in": "query",
+                "required": True,
+                "schema": {"type": "string", "minLength": 1},
+                "description": "As a request would name it.",
+            }
+        ],
+    )
+
+
+def _state() -> Schema:
+    return _operation(
+        "Health",
+        "How the whole deployment stands",
+        "state",
+        ok=_answer("All nodes and workers with their counts.", _json(_ref("State"))),
+        errors=("401", "403"),
+        description="The same whichever worker answers; while Redis is away the last known nodes with this worker's "
+        f"own counts. {_READERS}",
+        security=_ADMIN,
+    )
+
+
+def _events() -> Schema:
+    return _operation(
+        "Health",
+        "States and decisions as they come",
+        "events",
+        ok=_answer(
+            "An endless stream. `event: state`, once a second: a State. `event: decisions`: an array of Decision, the "
+            "oldest first.",
+            {"text/event-stream": {"schema": {"type": "string"}}},
+        ),
+        errors=("401", "403", "503"),
+        description="Decisions are shared while somebody looks, up to 5 requests a second of each worker. A viewer "
+        "that is behind gets the newest state only. 503 where 50 look at this worker already, or where it stops. "
+        f"{_READERS}",
+        security=_ADMIN,
+    )
+
+
 # --- health and pages -------------------------------------------------------------------------------
 
 
@@ -544,6 +606,7 @@ def _schemas() -> Schema:
             status={"type": "integer", "nullable": True, "description": "The node's own; null: it can't be reached."},
             answer={"type": "string", "description": "What the node said, or why it can't be reached."},
         ),
+        **_documents(),
         "NodeRegistration": _object(
             ("url",),
             url=_node_url(),
@@ -599,5 +662,128 @@ def _schemas() -> Schema:
             registered_at_ms=instant,
             state_since_ms=instant,
             drain_until_ms={**instant, "nullable": True},
+        ),
+    }
+
+
+def _documents() -> Schema:
+    """Those of docs/decisions/0022-seeing-it.md: no field is ever left out."""
+
+    def whole(**properties: Schema) -> Schema:
+        return _object(tuple(properties), **properties)
+
+    def perhaps(schema: Schema) -> Schema:
+        return {**schema, "nullable": True}
+
+    def listed(schema: Schema) -> Schema:
+        return {"type": "array", "items": schema}
+
+    text: Schema = {"type": "string"}
+    count: Schema = {"type": "integer", "minimum": 0}
+    seconds: Schema = {"type": "number", "minimum": 0, "description": "Seconds."}
+    instant: Schema = {"type": "number", "description": "Seconds since 1970, by Redis's clock."}
+    speed: Schema = {"type": "number", "description": "As used: the average of the others where none is given."}
+    given_speed: Schema = {"type": "number", "nullable": True}
+    score: Schema = {
+        "type": "number",
+        "nullable": True,
+        "description": "What the strategy compares, less is better; null where it compares nothing.",
+    }
+    ratio: Schema = {"type": "number", "minimum": 0, "maximum": 1}
+    role: Schema = {"type": "string", "enum": [role.name for role in Role]}
+    stage: Schema = {"type": "string", "enum": ["request", "prefill", "decode", "encode"]}
+    # An enum must name null too.
+    strategies: Schema = {"type": "string", "enum": [*sorted(POLICIES), None], "nullable": True}
+    seen = whole(node=text, score=score, unfinished=count, speed=speed, mean_latency_s=perhaps(seconds))
+    return {
+        "State": whole(
+            time=instant,
+            version=text,
+            strategy=strategies,
+            encoder_policy={"type": "string", "enum": [*sorted(ENCODER_POLICIES), None], "nullable": True},
+            serving={"type": "string", "enum": ["Hybrid", "DistServe", None], "nullable": True},
+            redis=whole(up={"type": "boolean"}, reason=perhaps(text)),
+            registry_version=count,
+            models=listed(text),
+            nodes=listed(
+                whole(
+                    url=text,
+                    role=role,
+                    state={"type": "string", "enum": [state.value for state in State]},
+                    reason=text,
+                    breaker={"type": "string", "enum": [breaker.value for breaker in Breaker]},
+                    models=listed(text),
+                    speed=given_speed,
+                    unfinished=count,
+                    failures={**count, "description": "In a row."},
+                    latency_s={**listed(seconds), "maxItems": 15, "description": "The oldest first."},
+                    requests={**count, "description": "Of the last minute."},
+                    share={**ratio, "description": "Of the last minute's requests of its role."},
+                )
+            ),
+            workers=listed(
+                whole(
+                    id=text,
+                    lease_s={**seconds, "description": "Left of its lease."},
+                    unfinished=count,
+                    nodes={"type": "object", "additionalProperties": count},
+                )
+            ),
+            encoders=whole(
+                cursor=count,
+                next={**perhaps(text), "description": "Who gets the next media item."},
+                urls={**listed(text), "description": "Those that are ready, in the order of the round."},
+            ),
+            links=listed(whole(prefill=text, decode=text, state=text)),
+            sessions={**count, "description": "Caches under migration now."},
+            handovers={"type": "object", "additionalProperties": count},
+        ),
+        "Decision": whole(
+            id={**text, "description": "Rises with time."},
+            time=instant,
+            request={**text, "description": "X-Request-Id."},
+            worker=text,
+            model=text,
+            path=text,
+            outcome=text,
+            status=perhaps({"type": "integer"}),
+            seconds=seconds,
+            first_byte_s=perhaps(seconds),
+            node={**text, "description": "The last one."},
+            tries=listed(
+                whole(
+                    node=text,
+                    stage=stage,
+                    score=score,
+                    candidates={**listed(seen), "maxItems": 16},
+                    left_off={**count, "description": "Candidates beyond those."},
+                )
+            ),
+            legs=listed(
+                whole(node=text, stage=stage, status=perhaps({"type": "integer"}), seconds=seconds, error=perhaps(text))
+            ),
+        ),
+        "Explanation": whole(
+            model=text,
+            strategy=strategies,
+            rule={**text, "description": "What the strategy does, in words."},
+            choices=listed(
+                whole(
+                    roles=listed(role),
+                    candidates=listed(
+                        whole(
+                            node=text,
+                            role=role,
+                            score=score,
+                            chance={**ratio, "description": "Of being chosen next."},
+                            unfinished=count,
+                            speed=speed,
+                            given_speed=given_speed,
+                            mean_latency_s=perhaps(seconds),
+                        )
+                    ),
+                    passed_over=listed(whole(node=text, why=text)),
+                )
+            ),
         ),
     }

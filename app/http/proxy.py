@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Callable
 from urllib.parse import unquote
 
 from starlette.types import Receive, Scope, Send
@@ -36,6 +37,7 @@ from app.http.interrupt import Running, Watch, Why
 from app.http.peek import peek
 from app.http.ports import WIRE, Dispatcher, Wire
 from app.http.relay import Relay
+from app.journey import Journey, current
 from app.metrics.figures import Figures, Served
 
 log = logging.getLogger("evenhand.http")
@@ -50,7 +52,11 @@ LAST_WORDS_S = 0.5
 
 
 class Proxy:
-    """The ASGI callable; one per worker."""
+    """The ASGI callable; one per worker.
+
+    Args:
+        watched: whether somebody watches decisions now; asked at the begin of each request.
+    """
 
     def __init__(
         self,
@@ -62,10 +68,12 @@ class Proxy:
         max_body_bytes: int,
         allow_transfer_params: bool,
         forward_client_key: bool,
+        watched: Callable[[], bool] = lambda: False,
     ) -> None:
         self._dispatcher = dispatcher
         self._authority = authority
         self._running = running
+        self._watched = watched
         self._figures = figures
         self._max_body_bytes = max_body_bytes
         self._allow_transfer_params = allow_transfer_params
@@ -76,7 +84,11 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         served = Served(scope["path"])
-        identifier = request_id(scope["headers"])
+        served.request = identifier = request_id(scope["headers"])
+        watched, journey = self._watched(), None
+        if watched:
+            journey = served.journey = Journey(watched=watched)
+        current.set(journey)  # also None: a pipelined request begins in the context of the one before
         wire: Wire | None = scope.get("extensions", {}).get(WIRE)
         watch = self._running.enter(asyncio.current_task() if wire is None else wire.task)
         answer: Answer | None = None
@@ -84,6 +96,7 @@ class Proxy:
         outcome = Outcome.ABORTED
         try:
             answer = await self._open(scope, receive, identifier, watch, wire, served)
+            served.status = answer.status
             relay = Relay(answer, send, wire, served, path=routed(scope["path"]), extra=self._extra(identifier))
             outcome = await relay.run()
         except ClientLeft:
@@ -100,7 +113,7 @@ class Proxy:
                     served.outcome = "shutdown"
                 await self._last_words(relay, scope, send, identifier)
         except EvenhandError as e:
-            served.outcome = outcome_of(e)
+            served.outcome, served.status = outcome_of(e), e.status
             watch.stop()
             if answer is not None:
                 answer.close(Outcome.ENGINE_ERROR)

@@ -31,6 +31,7 @@ from app.http.metrics import Metrics
 from app.http.models import Models
 from app.http.ports import Dispatcher, Engines, LinkKeeper, NodeRegistry
 from app.http.proxy import Proxy
+from app.http.watch import Seen, Watch
 from app.metrics.figures import Figures
 
 if TYPE_CHECKING:
@@ -44,10 +45,11 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 class HttpFace:
     """The ASGI application of one worker; made by `build_app`."""
 
-    def __init__(self, *, proxy: Proxy, site: Starlette, running: Running) -> None:
+    def __init__(self, *, proxy: Proxy, site: Starlette, running: Running, watch: Watch) -> None:
         self.site = site
         self.running = running
         self._proxy = proxy
+        self._watch = watch
 
     def __repr__(self) -> str:
         return f"<HttpFace {self.running!r}>"
@@ -79,6 +81,7 @@ class HttpFace:
         what still runs is ended: a stream with an error event, an unanswered request with a 503.
         """
         self.running.begin_shutdown(deadline_monotonic_s)
+        self._watch.close()
 
 
 def is_proxied(path: str) -> bool:
@@ -96,6 +99,8 @@ def build_app(
     links: LinkKeeper | None = None,
     figures: Figures | None = None,
     metrics: Metrics | None = None,
+    seen: Seen | None = None,
+    watched: Callable[[], bool] = lambda: False,
     lifespan: Lifespan[Starlette] | None = None,
 ) -> HttpFace:
     """The ASGI application.
@@ -106,6 +111,8 @@ def build_app(
         links: what `/distserve/*` asks; None where engines are not linked.
         figures: where requests are counted.
         metrics: what `/metrics` shows.
+        seen: what `/dashboard/state` and those beside it show.
+        watched: whether somebody watches decisions.
         lifespan: starts and stops what `app.main` has wired.
     """
     running = Running()
@@ -123,6 +130,7 @@ def build_app(
         max_body_bytes=settings.max_body_size,
         allow_transfer_params=settings.allow_transfer_params,
         forward_client_key=settings.forward_client_key,
+        watched=watched,
     )
     admin = Admin(
         registry=registry,
@@ -132,12 +140,15 @@ def build_app(
         topology=topology,
     )
     health = Health(registry=registry, running=running, topology=topology, store_ok=store_ok)
+    watch = Watch(seen)
     models, docs, distserve = Models(registry), DocsPage(), DistServeRoutes(links)
     for_clients, for_admins = _for_clients(authority), _for_admins(authority.check_admin)
     for_readers = _for_admins(authority.check_reader)
     # A HEAD, which Starlette would answer like the GET, must not empty the deployment.
     terminate_all = Route("/nodes/terminate_all", for_admins(admin.terminate_all), methods=["GET"])
     terminate_all.methods = {"GET"}
+    events = Route("/dashboard/events", for_readers(watch.events), methods=["GET"])
+    events.methods = {"GET"}  # a HEAD would be answered without an end
     site = Starlette(
         routes=[
             Route("/v1/models", for_clients(models.list), methods=["GET"]),
@@ -145,6 +156,7 @@ def build_app(
             # A POST never comes here; these say what the others are told.
             Route("/v1/chat/completions", proxy, methods=["POST"]),
             Route("/v1/completions", proxy, methods=["POST"]),
+            Route("/nodes/explain", for_readers(watch.explain), methods=["GET"]),
             Route("/nodes/status", for_admins(admin.status), methods=["GET"]),
             Route("/nodes/add", for_admins(admin.add), methods=["POST"]),
             Route("/nodes/remove", for_admins(admin.remove), methods=["POST"]),
@@ -157,6 +169,8 @@ def build_app(
             Route("/distserve/links", for_admins(distserve.links), methods=["GET"]),
             Route("/health", health.health, methods=["GET"]),
             Route("/ready", health.ready, methods=["GET"]),
+            Route("/dashboard/state", for_readers(watch.state), methods=["GET"]),
+            events,
             Route("/metrics", for_readers((metrics or Metrics()).page), methods=["GET"]),
             Route("/", docs.page, methods=["GET"]),
             Route("/openapi.json", docs.openapi, methods=["GET"]),
@@ -171,7 +185,7 @@ def build_app(
         lifespan=lifespan,
     )
     site.router.redirect_slashes = False
-    return HttpFace(proxy=proxy, site=site, running=running)
+    return HttpFace(proxy=proxy, site=site, running=running, watch=watch)
 
 
 def _for_clients(authority: Authority) -> Callable[[Endpoint], Endpoint]:

@@ -166,7 +166,11 @@ HELD_SESSIONS = Family(
     shared=True,
 )
 LINKS = Family(
-    "evenhand_links", Kind.GAUGE, "Links between LMDeploy's engines, by their state.", ("state",), shared=True
+    "evenhand_links",
+    Kind.GAUGE,
+    "Links between LMDeploy's engines, by their state; void: of engines that have restarted since.",
+    ("state",),
+    shared=True,
 )
 HANDOVERS = Family(
     "evenhand_handovers_total",

@@ -8,11 +8,15 @@ that has as many series as `SERIES_KEPT` says gives further models and nodes the
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
 
+from app.journey import Journey
 from app.metrics.families import ACQUIRES, DURATION, FAMILIES, ITL, REQUESTS, TTFT, Family, Kind
+
+log = logging.getLogger("evenhand")
 
 ROUTES = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"))
 SERIES_KEPT = {Kind.COUNTER: 10_000, Kind.GAUGE: 10_000, Kind.HISTOGRAM: 1_000}
@@ -26,15 +30,33 @@ Key = tuple[Family, tuple[str, ...]]
 
 
 class Served:
-    """One request, from its first moment on; whoever serves it notes here what becomes of it."""
+    """One request, from its first moment on; whoever serves it notes here what becomes of it.
 
-    __slots__ = ("began_s", "chunks", "ended_s", "first_s", "model", "node", "outcome", "path")
+    `request`: its X-Request-Id. `status`: what its client was told; None: nothing.
+    """
+
+    __slots__ = (
+        "began_s",
+        "chunks",
+        "ended_s",
+        "first_s",
+        "journey",
+        "model",
+        "node",
+        "outcome",
+        "path",
+        "request",
+        "status",
+    )
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.model = ""
         self.node = ""
         self.outcome = ""
+        self.journey: Journey | None = None
+        self.request = b""
+        self.status: int | None = None
         self.chunks = 0  # of a stream; the first came at `first_s`
         self.first_s = 0.0
         self.began_s = self.ended_s = time.monotonic()
@@ -77,6 +99,8 @@ class Figures:
     def __init__(self, knows: Callable[[str], bool] = lambda model: False) -> None:
         self.ended: list[Served] = []
         """Requests that have ended since the last `digest`. Appending is all that a request does here."""
+        self.on_ended: list[Callable[[list[Served]], None]] = []
+        """Are told of the requests that have ended, many at once, by each `digest`."""
         self.acquires_s: list[float] = []
         """How long Redis took for acquires, a sample; taken away by the next `digest`."""
         self.numbers: dict[Key, float] = {}
@@ -127,6 +151,12 @@ class Figures:
         for found in kinds.values():
             self.count(REQUESTS, *found.labels, by=found.requests)
         self._count_acquires()
+        if ended:
+            for tell in self.on_ended:
+                try:
+                    tell(ended)
+                except Exception:
+                    log.exception("what has ended could not be told")
 
     def _count_acquires(self) -> None:
         took, self.acquires_s = self.acquires_s, []

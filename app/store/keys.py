@@ -41,6 +41,10 @@ class Keys:
         self.retries = p + "retries"
         self.requests = p + "requests"
         self.load_index = p + "load_index"
+        self.dispatched = p + "dispatched"
+        self.watched = p + "watched"
+        self.decisions = p + "decisions"
+        self.arrangement = p + "arrangement"
 
     def node(self, url: str) -> str:
         return f"{self.prefix}node:{url}"
@@ -100,6 +104,10 @@ def shapes(keys: Keys) -> dict[str, Shape]:
         keys.failures: Shape("hash", "count"),
         keys.retries: Shape("hash", "count"),
         keys.requests: Shape("hash", "count"),
+        keys.dispatched: Shape("hash", "count"),
+        keys.watched: Shape("string", "text"),
+        keys.decisions: Shape("stream", "text"),
+        keys.arrangement: Shape("hash", "text"),
     }
 
 

@@ -47,6 +47,10 @@ class Latencies:
         window = self._windows.get(url)
         return sum(window) / len(window) if window else None
 
+    def newest_first(self, url: str) -> list[float]:
+        """The node's last answers to this worker, seconds."""
+        return list(reversed(self._windows.get(url, ())))
+
     def add(self, url: str, latency_s: float, nodes: Collection[str]) -> None:
         """An answer of `url` ended well. `nodes`: those that there are, the windows of others may go."""
         window = self._windows.get(url)

@@ -2,8 +2,8 @@
 
 Owns the hot connection, the worker's lease and the arithmetic between the local counts and Redis.
 It must not know HTTP or engines. Keys: unfinished, unfinished:<worker>, sessions, workers, latency_mean,
-explored, failures, requests, encoder_cursor, encoder_credit, load_index, load:<group> (through lua/), and those
-of `store.latencies` and `store.speeds`.
+explored, failures, requests, encoder_cursor, encoder_credit, load_index, load:<group> (through lua/), watched, and
+those of `store.latencies`, `store.speeds` and `store.dispatched`.
 
 The rule everything here follows: **a worker never replays, it restates.** The local counts are the
 truth about this worker; after anything unclear (an error, a lost reply, a flush, a lease that ran
@@ -36,8 +36,11 @@ import hiredis
 
 from app.balancing import DECIDE_BY_LATENCY, DECIDE_BY_LEARNED, ENCODER_POLICIES, POLICIES, Candidate, Encoder
 from app.errors import ModelNotFound, NoNodeAvailable, StoreUnavailable
+from app.journey import Journey, Try, current
 from app.metrics.families import ENCODER_ITEMS, RETRIES
 from app.metrics.figures import Figures
+from app.nodes import Role
+from app.store.dispatched import Dispatched
 from app.store.keys import Keys, of_worker_given_up
 from app.store.latencies import Latencies
 from app.store.load_index import LARGE, LoadIndex
@@ -45,6 +48,7 @@ from app.store.locator import Locator
 from app.store.pipeline import Pipeline, Reply
 from app.store.registry import Registry
 from app.store.scripts import Argument, Code, Prepared, Script, packed, packed_command
+from app.store.sight import Score, Sight, of_encoders, of_nodes
 from app.store.snapshot import Pool, Snapshot
 from app.store.speeds import Speeds
 
@@ -63,12 +67,17 @@ RESTATED_WITHIN_S = 3.0
 another attempt, the attempt, and a second to spare."""
 REASONS_TOLD = 8
 """Of one outage, in the log; sentinels asked in turn may each have a story of their own."""
+WATCHED_A_SECOND = 5
+"""Requests of this worker that are decided in sight of whoever watches: enough to look at, and next to no work."""
 BACKOFF_S = (0.05, 1.0)
 """First and longest pause between attempts to reach Redis: counts are exact again 2 s after it is back."""
 
 DONE = int(Code.DONE)
 PACKED_DRAWS = b"$12\r\n0.%010d\r\n$12\r\n0.%010d\r\n"
 """Two numbers in [0, 1), packed."""
+STAGES = {Role.Hybrid: "request", Role.Prefill: "prefill", Role.Decode: "decode", Role.Encode: "encode"}
+"""What a request wants of a node of the role."""
+MULTI, EXEC = packed_command(("MULTI",)), packed_command(("EXEC",))
 
 Select = Callable[[Snapshot], Pool]
 Read = Callable[[list[Any]], list[str]]
@@ -142,6 +151,9 @@ class Ledger:
         self.worker = worker
         self.counts: dict[str, int] = {}
         self.on_told_again: list[Callable[[], None]] = []  # notes may be lost: called when Redis is told all anew
+        self.on_watched: list[Callable[[], None]] = []  # called once a second while somebody watches decisions
+        self.watched = False  # whether somebody did when Redis was last asked, once a second
+        self._sights = 0, 0  # second, watched requests in it
         self._locator = locator
         self._keys = keys
         self._scripts = scripts
@@ -151,12 +163,14 @@ class Ledger:
         self._by_chance = strategy == "random"
         self._encoders_script = scripts[f"acquire_encoders_{encoder_policy}"]
         self._encoder_policy = ENCODER_POLICIES[encoder_policy]
+        self._score_nodes = of_nodes(strategy)
+        self._score_encoders = of_encoders(encoder_policy)
         self._registry = registry
         self._lease_ms = round(lease_s * 1000)
         self._timeout_s = timeout_s
         self._draws = draws or random.Random()
         self._figures = figures or Figures()
-        self._latencies = Latencies(
+        self.latencies = Latencies(
             keys=keys,
             script=scripts["note_latencies"],
             at_once=strategy in DECIDE_BY_LATENCY,
@@ -168,6 +182,7 @@ class Ledger:
             if learns
             else None
         )
+        self.dispatched = Dispatched(keys=keys, script=scripts["note_dispatched"])
         self._pipeline: Pipeline | None = None
         self._generation = 0
         self._changes = 0
@@ -228,7 +243,7 @@ class Ledger:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
         self._note_requests()
-        self._latencies.note()
+        self.latencies.note()
         if self._speeds:
             self._speeds.note()
         pipeline, self._pipeline = self._pipeline, None
@@ -250,7 +265,7 @@ class Ledger:
         """
         if not again:
             self._count_request()
-        (ticket,) = await self._acquire((select,), self._ask, self._choose)
+        (ticket,) = await self._acquire((select,), self._ask, self._choose, self._score_nodes)
         if again:
             self._figures.count(RETRIES, ticket.url)
         return ticket
@@ -267,7 +282,7 @@ class Ledger:
 
         if not again:
             self._count_request()
-        return await self._acquire(selects, self._ask, self._choose)
+        return await self._acquire(selects, self._ask, self._choose, self._score_nodes)
 
     async def acquire_encoders(self, select: Select, items: int) -> list[Ticket]:
         """Give each of `items` media items an encoder and count it there, all in one step.
@@ -286,7 +301,7 @@ class Ledger:
             return self._assign(pools[0], items)
 
         self._count_request()
-        tickets = await self._acquire((select,), ask, locally)
+        tickets = await self._acquire((select,), ask, locally, self._score_encoders)
         for ticket in tickets:
             self._figures.count(ENCODER_ITEMS, ticket.url)
         return tickets
@@ -296,12 +311,17 @@ class Ledger:
         selects: Sequence[Select],
         ask: Callable[[Sequence[Pool], bool], Question],
         locally: Callable[[Sequence[Pool]], list[str]],
+        score: Score,
     ) -> list[Ticket]:
         """Follow the registry until the decision is made on its current version; else decide locally.
 
         Args:
             ask: what to send; the second argument says that it must be right for whatever version Redis has.
+            score: what the decision compares, for whoever watches it.
         """
+        journey = current.get()
+        began_s = 0.0 if journey is None else time.monotonic()
+        sight: Sight | None = None
         for attempt in range(STALE_TRIES):
             try:
                 pools = self._select(selects)
@@ -313,7 +333,9 @@ class Ledger:
                 await asyncio.shield(self._restated)
             if self._pipeline is None:
                 break
-            future = self._count(*ask(pools, attempt == STALE_TRIES - 1))
+            if journey is not None and journey.watched:
+                sight = Sight(self._keys, pools, score)
+            future = self._count(*ask(pools, attempt == STALE_TRIES - 1), sight)
             try:
                 code, urls = await future
             except asyncio.CancelledError:
@@ -323,7 +345,10 @@ class Ledger:
                         self._release(url, None)
                 raise
             if code == DONE:
-                return [Ticket(self, url) for url in urls]
+                tickets = [Ticket(self, url) for url in urls]
+                if journey is not None:
+                    self._note_tries(journey, tickets, began_s, sight)
+                return tickets
             if code == Code.STALE:
                 try:
                     await self._registry.catch_up()
@@ -339,7 +364,10 @@ class Ledger:
         # Redis may have come back since this was decided to be local: then it must hear of it.
         if self._pipeline is not None:
             self._restate_soon()
-        return [Ticket(self, url) for url in urls]
+        tickets = [Ticket(self, url) for url in urls]
+        if journey is not None:
+            self._note_tries(journey, tickets, began_s, None)
+        return tickets
 
     def _call(self, call: Prepared, version: int | None, count: int, words: bytes) -> bytes:
         """An acquire on the wire. `version` None: whatever it is; `words`: `count` arguments behind it, packed."""
@@ -439,8 +467,11 @@ class Ledger:
             with contextlib.suppress(StoreUnavailable):
                 await self._registry.refresh()
 
-    def _count(self, script: Script, command: bytes, read: Read) -> asyncio.Future[tuple[int | None, list[str]]]:
-        """One acquire on the wire: the code, None without an answer, and what it counted."""
+    def _count(
+        self, script: Script, command: bytes, read: Read, sight: Sight | None = None
+    ) -> asyncio.Future[tuple[int | None, list[str]]]:
+        """One acquire on the wire, in `sight` of whoever watches: the code, None without an answer, and what it
+        counted."""
         future: asyncio.Future[tuple[int | None, list[str]]] = asyncio.get_running_loop().create_future()
 
         # One in a while is measured: what all together would cost is more than what they would tell.
@@ -452,7 +483,10 @@ class Ledger:
                     # Nothing ran, so sending it again is no replay. It stays in flight.
                     if self._pipeline is not None and not loaded:
                         self._pipeline.submit(("SCRIPT", "LOAD", script.text), _ignore)
-                        self._pipeline.send(command, partial(settle, loaded=True))
+                        if sight is None:
+                            self._pipeline.send(command, partial(settle, loaded=True))
+                        else:
+                            self._send_in_sight(command, partial(settle, loaded=True), sight)
                         return
                     reply = StoreUnavailable("Redis lost the scripts and then the connection, or does not take them")
                 self._acquiring -= 1
@@ -481,25 +515,46 @@ class Ledger:
 
         self._acquiring += 1
         assert self._pipeline is not None
-        self._pipeline.send(command, settle)
+        if sight is None:
+            self._pipeline.send(command, settle)
+        else:
+            self._send_in_sight(command, settle, sight)
         return future
+
+    def _send_in_sight(self, command: bytes, callback: Callable[[Reply], None], sight: Sight) -> None:
+        """An acquire together with the counts that it finds: nobody changes them in between."""
+
+        def executed(reply: Reply) -> None:
+            if type(reply) is list:
+                *found, reply = reply
+                sight.take(found)
+            callback(reply)
+
+        assert self._pipeline is not None
+        send = self._pipeline.send
+        send(MULTI, _ignore)
+        for read in (*sight.commands, command):
+            send(read, _ignore)
+        send(EXEC, executed)
 
     def _add(self, url: str) -> None:
         self.counts[url] = self.counts.get(url, 0) + 1
+        self.dispatched.new[url] += 1
         self._changes += 1
 
     def _choose(self, pools: Sequence[Pool]) -> list[str]:
         urls = []
         for pool in pools:
             candidates = [
-                Candidate(speed, self.counts.get(url, 0), self._latencies.mean_s(url), learned=self._learned(url))
+                Candidate(speed, self.counts.get(url, 0), self.latencies.mean_s(url), learned=self.learned(url))
                 for url, speed in zip(pool.urls, pool.speeds, strict=True)
             ]
             index, _ = self._policy(candidates, (self._draws.random(), self._draws.random()))
             urls.append(pool.urls[index])
         return urls
 
-    def _learned(self, url: str) -> float | None:
+    def learned(self, url: str) -> float | None:
+        """The node's speed by this worker's own answers; None without any, and under other strategies."""
         return self._speeds.counted(url) if self._speeds else None
 
     def _assign(self, pool: Pool, items: int) -> list[str]:
@@ -523,7 +578,7 @@ class Ledger:
             del self.counts[url]
         self._changes += 1
         if latency_s is not None:
-            self._latencies.add(url, latency_s, self._registry.snapshot.nodes)
+            self.latencies.add(url, latency_s, self._registry.snapshot.nodes)
         if self._pipeline is None:
             return
         if self._registry.snapshot is not self._index.snapshot:
@@ -569,6 +624,40 @@ class Ledger:
         if isinstance(reply, Exception) and not isinstance(reply, StoreUnavailable):
             self._distrust(f"Redis answered a note of latencies with: {reply}")
 
+    @property
+    def round_of_encoders(self) -> tuple[int, dict[str, float]]:
+        """What encoders are chosen by while Redis is away: the cursor, and what each is owed."""
+        return self._cursor, self._credits
+
+    # --- what decisions show ----------------------------------------------------------------------
+
+    def watch_next(self) -> bool:
+        """Whether the request that begins now is one that is decided in sight of whoever watches."""
+        if not self.watched:
+            return False
+        second, count = self._sights
+        now_s = int(time.monotonic())
+        count = count + 1 if second == now_s else 1
+        self._sights = now_s, count
+        return count <= WATCHED_A_SECOND
+
+    def _note_tries(self, journey: Journey, tickets: list[Ticket], began_s: float, sight: Sight | None) -> None:
+        # For each request where journeys are logged: few calls.
+        nodes = self._registry.snapshot.nodes
+        for number, ticket in enumerate(tickets):
+            url = ticket.url
+            stage = STAGES[nodes[url].role] if url in nodes else "request"
+            if stage == "decode" and not any(one.stage == "prefill" for one in journey.tries):
+                stage = "request"  # nobody prefilled it: the node does all
+            elif stage == "encode" and any(one.node == url and one.at_s == began_s for one in journey.tries):
+                continue  # another item of the same request
+            taken = Try(url, began_s, ticket._since - began_s, stage=stage)
+            if sight is not None:
+                # One pool for each node; or one for all of them, as items have.
+                pool = number if len(sight.pools) == len(tickets) else 0
+                taken.candidates, taken.left_off = sight.candidates(pool, url)
+            journey.tries += [taken]
+
     # --- notes ------------------------------------------------------------------------------------
 
     @property
@@ -596,8 +685,18 @@ class Ledger:
             script = self._scripts["note_requests"]
             # EVAL: once a second is too seldom to depend on a cache.
             self.note("EVAL", script.text, *script.evalsha((self._keys.requests,), (count, WINDOW_S))[2:])
+        self.dispatched.roll()
         if self._pipeline is not None:
-            self._pipeline.submit(("ZCARD", self._keys.workers), self._heard_of_workers)
+            pipeline = self._pipeline
+            self.dispatched.note(lambda command: pipeline.submit(command, _ignore))
+            pipeline.submit(("ZCARD", self._keys.workers), self._heard_of_workers)
+            pipeline.submit(("EXISTS", self._keys.watched), self._heard_of_watchers)
+
+    def _heard_of_watchers(self, reply: Reply) -> None:
+        self.watched = reply == 1
+        if self.watched:
+            for tell in self.on_watched:
+                tell()
 
     def _heard_of_workers(self, reply: Reply) -> None:
         if isinstance(reply, int):
@@ -678,6 +777,7 @@ class Ledger:
         log.warning("decisions are local now: %s", reason)
         self._told.add(_kind(reason))
         self._trouble = reason
+        self.watched = False
         self._lost.set()
         self._restate_due = False
         restated, self._restated = self._restated, None
@@ -761,6 +861,7 @@ class Ledger:
         # Not `while True`: what the registry's client swallows of a cancellation (see `Registry._listen`).
         while not task.cancelling():
             if self._pipeline is None:
+                self.dispatched.roll()
                 await asyncio.sleep(pause_s)
                 pause_s = min(max(2 * pause_s, BACKOFF_S[0]), BACKOFF_S[1])
                 await self._try_to_join()

@@ -7,12 +7,14 @@ not know HTTP or how a link is made.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from app.errors import StoreUnavailable
+from app.nodes import Node
 from app.store.clock import redis_ms
 from app.store.keys import Keys
 from app.store.ledger import Ledger
@@ -57,6 +59,11 @@ def pair_of(prefill: str, decode: str) -> str:
 def ends_of(pair: str) -> tuple[str, str]:
     prefill, _, decode = pair.partition("|")
     return prefill, decode
+
+
+def lives_of(nodes: Mapping[str, Node], prefill: str, decode: str) -> str:
+    """What a link is good for: these two processes, and none that came after them."""
+    return "|".join(str(nodes[url].life) if url in nodes else "none" for url in (prefill, decode))
 
 
 def read_link(text: str) -> Link:

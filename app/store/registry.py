@@ -240,7 +240,7 @@ class Registry:
                 await self._restore(repair=False)
             elif version == self.snapshot.version == 0 and nodes:
                 # The version was lost while nobody was there who knew it: what is there is all that is known.
-                await self._guard(lambda: self.redis.incr(self._keys.version))
+                await self.guarded(lambda: self.redis.incr(self._keys.version))
             elif self._assumed is not None and version == 0 and not damaged:
                 # It is empty, and nobody else has written back what was there: then what the host knew is.
                 assumed, self._assumed = self._assumed, None
@@ -308,7 +308,7 @@ class Registry:
                     return number(version), nodes, len(nodes) != len(found), engine_keys
             raise StoreUnavailable("the registry changes faster than it can be read")
 
-        return await self._guard(read)
+        return await self.guarded(read)
 
     async def status(self) -> dict[str, NodeStatus]:
         """Every node, gone ones too, with its shared counts now. Raises StoreUnavailable."""
@@ -328,7 +328,7 @@ class Registry:
                 for (url, node), window, sums in zip(nodes.items(), history[::2], history[1::2], strict=True)
             }
 
-        return await self._guard(read)
+        return await self.guarded(read)
 
     # --- changing ---------------------------------------------------------------------------------
 
@@ -402,13 +402,13 @@ class Registry:
 
     async def _to_show_its_speed(self, url: str) -> None:
         """Before it gets requests again: who comes back starts slowly, at the speed that it had (`learning:<url>`)."""
-        await self._guard(lambda: self.redis.hdel(self._keys.learned, url))
+        await self.guarded(lambda: self.redis.hdel(self._keys.learned, url))
 
     async def _breaker(self, script: str, url: str, arguments: list[Argument], *more: str) -> bool:
         keys = self._keys
         names = (keys.node(url), keys.version, keys.failures, *more)
         before = self.snapshot.version
-        code, version = await self._guard(lambda: self.run(script, names, arguments))
+        code, version = await self.guarded(lambda: self.run(script, names, arguments))
         if code == Code.DONE and version != before:
             await self.refresh()
             self._tell("breaker", url, version)
@@ -464,7 +464,7 @@ class Registry:
             # First mend what was lost or edited: a change on top of it would carry the damage on as the newest.
             await self.verify()
             before = self.snapshot.version
-            code, version = await self._guard(lambda: self.run(script, names, arguments))
+            code, version = await self.guarded(lambda: self.run(script, names, arguments))
             if version > before or (version == before and code not in (Code.DONE, Code.UPDATED)):
                 break
             # Redis lost the registry in between, so the change was made to an empty one.
@@ -494,7 +494,7 @@ class Registry:
                 self._adopt(Snapshot(version, snapshot.nodes, snapshot.engine_keys))
                 self._tell("restore", "", version)
 
-        await self._guard(write)
+        await self.guarded(write)
 
     # --- the wire ---------------------------------------------------------------------------------
 
@@ -514,7 +514,7 @@ class Registry:
 
     async def heal(self) -> bool:
         """Take away what somebody wrote over any key; returns whether there was something. Raises StoreUnavailable."""
-        return await self._guard(self._heal)
+        return await self.guarded(self._heal)
 
     async def _heal(self) -> bool:
         with contextlib.suppress(ResponseError):  # it is damaged itself
@@ -531,8 +531,8 @@ class Registry:
             await self._heal()
             return await call()
 
-    async def _guard(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Map the client library's errors to StoreUnavailable."""
+    async def guarded(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The result of `call` to Redis, after healing where it met a damaged key. Raises StoreUnavailable."""
         with as_unavailable():
             async with asyncio.timeout(self._timeout_s * 2):
                 await self._turns.acquire()

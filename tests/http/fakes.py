@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from app.dispatch.answer import EngineRequest, Outcome
-from app.errors import UpstreamError
+from app.errors import ModelNotFound, UpstreamError
 from app.http.metrics import Metrics
 from app.http.ports import WIRE
 from app.http.routes import HttpFace, build_app
@@ -209,6 +209,52 @@ class FakeLinks:
         return answer
 
 
+class FakeSeen:
+    """What is watched: documents of the right shape; `trouble` is raised by all of it but `state`."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.trouble: Exception | None = None
+        self.decided: list[dict[str, Any]] = []
+        self.up = True
+
+    async def state(self) -> dict[str, Any]:
+        self.calls.append("state")
+        return {
+            "time": 1796049288.5,
+            "version": "0.1.0",
+            "strategy": "random",
+            "encoder_policy": "round_robin",
+            "serving": "Hybrid",
+            "redis": {"up": self.up, "reason": None if self.up else "it is away"},
+            "registry_version": 3,
+            "models": ["m"],
+            "nodes": [],
+            "workers": [{"id": "w1", "lease_s": 7.5, "unfinished": 2, "nodes": {"http://a": 2}}],
+            "encoders": {"cursor": 0, "next": None, "urls": []},
+            "links": [],
+            "sessions": 0,
+            "handovers": {},
+        }
+
+    async def explain(self, model: str) -> dict[str, Any]:
+        self.calls.append(f"explain {model}")
+        if model != "m":
+            raise ModelNotFound("there is none", param="model")
+        return {"model": model, "strategy": "random", "rule": "by chance", "choices": []}
+
+    async def watch(self) -> None:
+        self.calls.append("watch")
+        if self.trouble is not None:
+            raise self.trouble
+
+    async def decisions(self, after: str = "") -> list[dict[str, Any]]:
+        self.calls.append(f"decisions {after}")
+        if self.trouble is not None:
+            raise self.trouble
+        return [decision for decision in self.decided if not after or decision["id"] > after]
+
+
 class FakeEngines:
     """Engines' own routes: a list of models, an answer to a POST, or an exception by URL."""
 
@@ -256,6 +302,7 @@ class World:
         links: FakeLinks | None = None,
         figures: Figures | None = None,
         metrics: Metrics | None = None,
+        watched: Callable[[], bool] = lambda: False,
         **settings: Any,
     ) -> None:
         for name in ("api_keys", "admin_keys"):
@@ -265,6 +312,7 @@ class World:
         self.hybrid = FakeHybrid(*script)
         self.registry = FakeRegistry(*nodes)
         self.engines = FakeEngines()
+        self.seen = FakeSeen()
         self.store_trouble: str | None = None
         self.app: HttpFace = build_app(
             settings=self.settings,
@@ -275,6 +323,8 @@ class World:
             links=links,
             figures=figures,
             metrics=metrics or Metrics(settled_s=0.0),
+            seen=self.seen,
+            watched=watched,
         )
 
     async def ask(self, method: str, path: str, body: bytes | Iterable[bytes] = b"", **more: Any) -> Reply:

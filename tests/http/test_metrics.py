@@ -35,9 +35,9 @@ async def overview() -> Overview:
         version=7,
         nodes=NODES,
         unfinished={A: 3},
-        workers=4,
+        workers={f"w{n}": 1000 * n for n in range(4)},
         encoder_cursor=5,
-        links={"connected": 2, "failed": 1},
+        links={("p", "c"): "connected", ("p", "d"): "connected", ("p", "e"): "failed"},
         held_sessions=6,
         handovers={"links_made": 8},
     )

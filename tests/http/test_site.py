@@ -202,7 +202,10 @@ def test_openapi_names_of_operations_are_unique() -> None:
     assert len(names) == len(set(names))
 
 
-OPERATIONS = [(path, method) for path, item in document()["paths"].items() for method in item]
+# A stream without an end is no answer that could be compared.
+OPERATIONS = [
+    (path, method) for path, item in document()["paths"].items() for method in item if path != "/dashboard/events"
+]
 
 
 @pytest.fixture(scope="module")

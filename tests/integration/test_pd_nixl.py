@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.support import load
 from tests.support.loop import LoopThread
 from tests.support.pd_vllm import FullListener, PdFloor, pd_floor, took_s, usage_of
 from tests.support.wait import eventually
+from tests.support.watch import Viewer
 
 SETTINGS = PD_SETTINGS | {"pd_protocol": "nixl"}
 OTHERS: dict[str, dict[str, Any]] = {
@@ -46,6 +48,21 @@ def strict(fleets: dict[str, Fleet], engine_loop: LoopThread) -> Iterator[PdFloo
 def counted(floor: PdFloor, name: str) -> int:
     """One of the counters that `GET /distserve/links` shows."""
     return int(floor.deployment.get("/distserve/links").json()["counts"].get(name, 0))
+
+
+def test_decisions_show_the_candidates_of_both_halves(floor: PdFloor) -> None:
+    p, d = floor.pair()
+    with Viewer(floor.deployment.url) as viewer:
+        time.sleep(1.2)  # every worker asks once a second whether somebody looks
+        assert floor.chat().ok
+        (one,) = viewer.decided(floor.model, 1)
+        assert viewer.states[-1]["serving"] == "DistServe"
+        explained = floor.deployment.get(f"/nodes/explain?model={floor.model}").json()
+    assert [(taken["stage"], taken["node"]) for taken in one["tries"]] == [("prefill", p.url), ("decode", d.url)]
+    assert [[seen["node"] for seen in taken["candidates"]] for taken in one["tries"]] == [[p.url], [d.url]]
+    assert one["node"] == d.url
+    assert [choice["roles"] for choice in explained["choices"]] == [["Prefill"], ["Decode"]]
+    assert [choice["candidates"][0]["node"] for choice in explained["choices"]] == [p.url, d.url]
 
 
 def test_params_go_out_come_in_and_go_on_unchanged(floor: PdFloor) -> None:

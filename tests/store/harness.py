@@ -12,9 +12,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Self
 
-from app.metrics.figures import Figures
+from app.journey import Journey, Try
+from app.metrics.figures import Figures, Served
 from app.nodes import Role, State
 from app.store.budget import RetryBudget
+from app.store.decisions import Decisions
 from app.store.handing import Handing
 from app.store.handovers import Handovers
 from app.store.keys import Keys
@@ -26,6 +28,7 @@ from app.store.migrations import Migrations, Session
 from app.store.registry import BreakerRules, Registry
 from app.store.scripts import load_scripts
 from app.store.snapshot import Pool, Snapshot
+from app.store.view import Arrangement, View
 from tests.support.quiet import counts
 from tests.support.redis import Space
 from tests.support.wait import aeventually
@@ -84,6 +87,8 @@ class Worker:
         shared = {"registry": self.registry, "keys": self.keys}
         self.budget = RetryBudget(ledger=self.ledger, **shared)  # type: ignore[arg-type]
         self.figures = Handovers(ledger=self.ledger, figures=self.counted, **shared)  # type: ignore[arg-type]
+        self.view = View(arrangement=Arrangement(strategy, encoder_policy, "Hybrid"), ledger=self.ledger, **shared)  # type: ignore[arg-type]
+        self.decisions = Decisions(ledger=self.ledger, keys=self.keys)
         self.handing = Handing(ledger=self.ledger, keys=self.keys, worker=name)
         self.links = LinkTable(ledger=self.ledger, worker=name, **shared)  # type: ignore[arg-type]
         self.migrations = Migrations(ledger=self.ledger, scripts=SCRIPTS, worker=name, **shared)  # type: ignore[arg-type]
@@ -124,7 +129,13 @@ class Worker:
         self.figures.took(prefill, "prefill", 0.25)
         await self.registry.record_failure(decode, BreakerRules(threshold=100, open_s=10))
         assert await self.budget.take()
+        await self.view.watch()
+        served = Served("/v1/chat/completions")
+        served.journey = Journey([Try(decode, 0.0)], watched=True)
+        self.decisions.note([served])
         give_back(await self.take())  # behind the notes on the same connection
+        self.ledger.dispatched.roll()
+        self.ledger.dispatched.note(lambda command: self.ledger.note(*command))
 
     async def add_ready(
         self,

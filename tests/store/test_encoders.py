@@ -583,7 +583,7 @@ async def test_release_twice_counts_once(redis: Space) -> None:
         for _ in range(3):
             tickets[0].release(succeeded=True)
         await aeventually(lambda: totals(redis) == {E1: 1} == ledger_of(redis, "w1") == w1.ledger.counts)
-        w1.ledger._latencies.note()
+        w1.ledger.latencies.note()
         await w1.take_nothing()
         assert redis.cli("LLEN", redis.key(f"latency:{E0}")) == 1
 

@@ -233,8 +233,8 @@ async def test_windows_of_several_workers_and_notes_come_one_behind_the_other(re
         await made[1].registry.refresh()
         for n, worker in enumerate((made[0], made[1], made[0])):
             for _ in range(6):
-                worker.ledger._latencies.add(A, float(n), worker.registry.snapshot.nodes)
-            worker.ledger._latencies.note()
+                worker.ledger.latencies.add(A, float(n), worker.registry.snapshot.nodes)
+            worker.ledger.latencies.note()
             await worker.take_nothing()
         window = [float(text) for text in redis.cli("LRANGE", redis.key(f"latency:{A}"), 0, -1)]
         assert window == [2.0] * 6 + [1.0] * 6 + [0.0] * 3
@@ -288,8 +288,8 @@ async def test_a_note_of_more_nodes_than_one_command_takes(redis: Space) -> None
         urls = [f"http://10.0.1.{i}:23333" for i in range(2 * NODES_A_NOTE + 1)]
         redis.cli("SADD", redis.key("nodes"), *urls)
         for url in urls:
-            worker.ledger._latencies.add(url, 0.5, urls)
-        worker.ledger._latencies.note()
+            worker.ledger.latencies.add(url, 0.5, urls)
+        worker.ledger.latencies.note()
         await worker.take_nothing()
         assert set(redis.cli("HKEYS", redis.key("latency_mean"))) == set(urls)
         redis.cli("DEL", redis.key("nodes"))
@@ -301,16 +301,17 @@ async def test_a_late_answer_of_a_removed_node_leaves_no_window_behind(redis: Sp
         await worker.add_ready(A)
         one, other = await worker.take(2)
         one.release(succeeded=True)
-        worker.ledger._latencies.note()
+        worker.ledger.latencies.note()
         await worker.take_nothing()
         assert noted(redis, A) == 1
         assert await worker.registry.remove(A)
         assert totals(redis) == {A: 1}  # it still runs
         other.release(succeeded=True)
-        worker.ledger._latencies.note()
+        worker.ledger.latencies.note()
         await worker.take_nothing()
         assert totals(redis) == {}
-        assert set(redis.key_names()) - {"requests"} == {"layout", "version", "workers", "sessions"}
+        figures = {"requests", "dispatched", "arrangement"}
+        assert set(redis.key_names()) - figures == {"layout", "version", "workers", "sessions"}
 
 
 @pytest.mark.parametrize("strategy", ["min_expected_latency", "min_observed_latency"])
@@ -330,7 +331,7 @@ async def test_notes_go_on_after_redis_has_lost_the_scripts(redis: Space) -> Non
         await worker.add_ready(A)
         redis.cli("SCRIPT", "FLUSH")
         give_back(await worker.take(), succeeded=True)
-        worker.ledger._latencies.note()  # this one may be lost
+        worker.ledger.latencies.note()  # this one may be lost
         await worker.take_nothing()
         give_back(await worker.take(), succeeded=True)
         await aeventually(lambda: noted(redis, A) == 1)
@@ -513,8 +514,10 @@ async def test_leaving_gives_back_at_once_on_a_server_that_never_saw_the_script(
         await worker.add_ready(A)
         await worker.take(3)
         assert totals(own_redis) == {A: 3}
-    assert own_redis.key_names() == sorted(["layout", "nodes", "version", f"node:{A}", "requests"])
-    assert 0 < own_redis.cli("TTL", own_redis.key("requests")) <= 10, "it was in the window, and goes with it"
+    stay = ["arrangement", "layout", "nodes", "version", f"node:{A}"]
+    assert own_redis.key_names() == sorted([*stay, "requests", "dispatched"])
+    for name, window_s in (("requests", 10), ("dispatched", 60)):
+        assert 0 < own_redis.cli("TTL", own_redis.key(name)) <= window_s, "it was in the window, and goes with it"
 
 
 async def test_an_acquire_raises_what_the_selection_raises_and_counts_nothing(redis: Space) -> None:
@@ -618,7 +621,7 @@ async def test_a_pair_is_counted_in_one_step_and_each_is_released_by_itself_once
         decode.release(succeeded=False)
         decode.release(succeeded=True)
         await aeventually(lambda: totals(redis) == {} == ledger_of(redis, "w1"))
-        worker.ledger._latencies.note()
+        worker.ledger.latencies.note()
         await worker.take_nothing()
         assert (noted(redis, prefill.url), noted(redis, decode.url)) == (1, 0)
 

@@ -24,7 +24,7 @@ from app.dispatch.handover.protocol import LinkFailed
 from app.dispatch.seldom import Seldom
 from app.errors import EngineAnswered, StoreUnavailable, UpstreamError
 from app.store.handovers import Handovers
-from app.store.links import Claim, Link, LinkTable, ends_of, pair_of
+from app.store.links import Claim, Link, LinkTable, ends_of, lives_of, pair_of
 from app.store.registry import Registry
 from app.store.scripts import Code
 from app.upstream.distserve import DistServeClient, Json
@@ -112,9 +112,7 @@ class Links:
         self._made[pair] = lives
 
     def lives_of(self, prefill: str, decode: str) -> str:
-        """What a link is good for: these two processes, and none that came after them."""
-        nodes = self._registry.snapshot.nodes
-        return "|".join(str(nodes[url].life) if url in nodes else "none" for url in (prefill, decode))
+        return lives_of(self._registry.snapshot.nodes, prefill, decode)
 
     def _odd_one(self, prefill: str, decode: str) -> str:
         """Which of two engines that don't match is to blame: the one that matches with fewer; prefill where that
