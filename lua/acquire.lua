@@ -35,10 +35,20 @@ if version ~= current and version ~= '' then
     return { 2, tonumber(current) or 0 }
 end
 
--- What stands at `key` for `size` urls from ARGV[first] on; nothing where the policy does not read it.
-local function read(key, wanted, first, size)
+-- What stands at `key` for `size` urls from ARGV[first] on; nothing where the policy does not read it. `whole`: of a
+-- large pool by way of all that stands there, as a hash of that size is a list that HMGET goes through for each url.
+local function read(key, wanted, first, size, whole)
     if not wanted then
         return nil
+    elseif whole and size > MANY then
+        local all, by, values = redis.call('HGETALL', key), {}, {}
+        for i = 1, #all, 2 do
+            by[all[i]] = all[i + 1]
+        end
+        for i = 1, size do
+            values[i] = by[ARGV[first + i - 1]]
+        end
+        return values
     elseif size <= 500 then
         return redis.call('HMGET', key, unpack(ARGV, first, first + size - 1))
     end
@@ -49,18 +59,6 @@ local function read(key, wanted, first, size)
         for i = 1, #some do
             values[#values + 1] = some[i]
         end
-    end
-    return values
-end
-
--- The same of all that stands there: a hash of this size is a list to Redis, which HMGET goes through for each url.
-local function read_all(key, first, size)
-    local all, by, values = redis.call('HGETALL', key), {}, {}
-    for i = 1, #all, 2 do
-        by[all[i]] = all[i + 1]
-    end
-    for i = 1, size do
-        values[i] = by[ARGV[first + i - 1]]
     end
     return values
 end
@@ -78,12 +76,9 @@ while at <= #ARGV do
     local counts = read(unfinished, READS_UNFINISHED, urls + 1, size)
     local means = read(latency_mean, READS_LATENCY, urls + 1, size)
     local tries = read(explored, READS_LATENCY, urls + 1, size)
-    local speeds_learned
-    if READS_LEARNED then
-        speeds_learned = size > MANY and read_all(learned, urls + 1, size) or read(learned, true, urls + 1, size)
-    end
+    local by = read(learned, READS_LEARNED, urls + 1, size, true)
     local draw, chance = tonumber(ARGV[draws + 1]), tonumber(ARGV[draws + 2])
-    local index, exploring = choose(size, ARGV, speeds, counts, means, tries, draw, chance, speeds_learned)
+    local index, exploring = choose(size, ARGV, speeds, counts, means, tries, draw, chance, by)
     local url = ARGV[urls + index]
     redis.call('HINCRBY', unfinished, url, 1)
     redis.call('HINCRBY', ledger, url, 1)

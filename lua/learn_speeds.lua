@@ -47,7 +47,7 @@ for i = FIRST, #KEYS do
         shown = math.min(shown + n, SHOWN)
         redis.call('HSET', KEYS[i], 'speed', string.format('%.9g', speed), 'weight', string.format('%.9g', weight),
             'shown', shown, 'at_ms', string.format('%.0f', now_ms))
-        redis.call('HSET', learned, url, string.format('%.6g', speed * (1 + shown) / (1 + SHOWN)))
+        redis.call('HSET', learned, url, string.format('%.4g', speed * (1 + shown) / (1 + SHOWN)))
     end
     at = at + 2 + n
 end

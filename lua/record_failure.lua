@@ -25,7 +25,7 @@ local count = redis.call('HINCRBY', failures, url, 1)
 -- Who fails at once has little unfinished, and would be chosen all the more.
 local speed = count <= HALVED and tonumber(redis.call('HGET', learned, url) or nil)
 if speed then
-    redis.call('HSET', learned, url, string.format('%.6g', speed / 2))
+    redis.call('HSET', learned, url, string.format('%.4g', speed / 2))
 end
 if breaker == 'open' or (breaker ~= 'half_open' and count < threshold) then
     return { 8, version }

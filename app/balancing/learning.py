@@ -12,7 +12,9 @@ measured (docs/balancing.md), against exponents from 0.3 to 0.7, against (a / b 
 
 Trade-offs: only the ratio of two figures means anything. It takes the load for the same on all nodes while it learns:
 where one gets other requests (longer prompts with the same work, another model), it counts as slower. An engine whose
-answers take no longer with more of them gets more than its share (about the square of its speed), a full one less.
+answers take no longer with more of them gets more than its share (about the square of its speed), a full one less. A
+client that reads slowly makes its node look slow, and media in a request count by their bytes, which is too much: both
+meet all nodes alike, and the clipping bounds them.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@
 local READS_UNFINISHED, READS_LATENCY, READS_LEARNED = true, false, true
 local EXPLORE_NEW, EXPLORE_IDLE, CAUTION = 0.1, 0.005, 0.9
 
--- The least score of those that are learned, how many have it, the first of them, and how many are not learned.
-local function least_of(size, counts, learned)
+local function choose(size, speeds, before, counts, means, tries, draw, chance, learned)
+    -- Most often all are learned and one is the best: this way through is the one that has to be short.
     local least, ties, first, missing = math.huge, 0, 1, 0
     for i = 1, size do
         local speed = learned[i]
@@ -28,25 +28,10 @@ local function least_of(size, counts, learned)
             missing = missing + 1
         end
     end
-    return least, ties, first, missing
-end
-
--- What stands for the speed of nodes that are not learned: times the operator's.
-local function unit_of(size, speeds, before, learned)
-    local known, sum = 0, 0
-    for i = 1, size do
-        if learned[i] then
-            known, sum = known + 1, sum + learned[i] / speeds[before + i]
-        end
-    end
-    return known > 0 and sum / known * (1 - CAUTION * known / size) or 1
-end
-
-local function choose(size, speeds, before, counts, means, tries, draw, chance, learned)
-    local least, ties, first, missing = least_of(size, counts, learned)
     if ties == 1 and missing == 0 and chance >= EXPLORE_IDLE then
         return first, false
     end
+
     if chance < EXPLORE_NEW then
         local idle = {}
         for i = 1, size do
@@ -58,7 +43,14 @@ local function choose(size, speeds, before, counts, means, tries, draw, chance, 
             return idle[math.floor(draw * #idle) + 1], false
         end
     end
-    local unit, tied = missing > 0 and unit_of(size, speeds, before, learned), {}
+
+    local known, sum, tied = size - missing, 0, {}
+    for i = 1, size do
+        if learned[i] then
+            sum = sum + learned[i] / speeds[before + i]
+        end
+    end
+    local unit = known > 0 and sum / known * (1 - CAUTION * known / size) or 1
     least = math.huge
     for i = 1, size do
         local score = ((counts[i] or 0) + 1) / (learned[i] or unit * speeds[before + i])
