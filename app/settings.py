@@ -366,10 +366,10 @@ class Settings(BaseSettings):
         "Hybrid",
         description="Hybrid: one engine serves a request whole. DistServe: prefill and decode on different engines.",
     )
-    routing_strategy: Literal["min_expected_latency", "random", "min_observed_latency"] = Field(
+    routing_strategy: Literal["min_expected_latency", "random", "min_observed_latency", "least_expected_delay"] = Field(
         "min_expected_latency",
         description="How a node is chosen: least unfinished/speed, by chance weighted by speed, "
-        "or least mean of the last 15 latencies.",
+        "least mean of the last 15 latencies, or where it will be done first, by speeds that are learned.",
     )
     dummy_prefill: bool = Field(False, description="DistServe: skip the prefill call, to profile decode engines alone.")
     disable_cache_status: bool = Field(

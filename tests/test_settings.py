@@ -140,7 +140,8 @@ def test_sizes_have_decimal_and_binary_suffixes(text: str, size: int) -> None:
         ({"lease_s": "inf"}, "--lease-s: must be a number of at least 2, not 'inf'"),
         (
             {"routing_strategy": "round_robin"},
-            "--routing-strategy: must be one of min_expected_latency, random, min_observed_latency, not 'round_robin'",
+            "--routing-strategy: must be one of min_expected_latency, random, min_observed_latency, "
+            "least_expected_delay, not 'round_robin'",
         ),
         ({"serving_strategy": "hybrid"}, "--serving-strategy: must be one of Hybrid, DistServe, not 'hybrid'"),
         ({"nodes": ["ftp://a"]}, "--nodes: a node URL must start with http:// or https://, not 'ftp://a'"),

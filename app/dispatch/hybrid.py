@@ -155,12 +155,13 @@ class HeldNode:
 
     async def send(self, request: EngineRequest) -> Answer:
         url = self.ticket.url
+        self.ticket.begin()
         try:
             response = await self.caller.send(url, request)
         except BaseException:
             self.give_back()
             raise
-        return Answer(response, url, (self.ticket,), self.caller.broke)
+        return Answer(response, url, (self.ticket,), self.caller.broke, request_bytes=len(request.body))
 
     def give_back(self) -> None:
         self.ticket.release(succeeded=False)

@@ -29,6 +29,7 @@ class Keys:
         self.sessions = p + "sessions"
         self.latency_mean = p + "latency_mean"
         self.explored = p + "explored"
+        self.learned = p + "learned"
         self.last_success = p + "last_success"
         self.prober = p + "prober"
         self.encoder_cursor = p + "encoder_cursor"
@@ -68,6 +69,10 @@ class Keys:
     def latency(self, url: str) -> str:
         return f"{self.prefix}latency:{url}"
 
+    def learning(self, url: str) -> str:
+        """What the node's learned speed is made of."""
+        return f"{self.prefix}learning:{url}"
+
     def stages(self, url: str) -> str:
         """Time that the stages of split requests took at the node."""
         return f"{self.prefix}stages:{url}"
@@ -94,6 +99,7 @@ def shapes(keys: Keys) -> dict[str, Shape]:
         keys.unfinished: Shape("hash", "count"),
         keys.latency_mean: Shape("hash", "seconds"),
         keys.explored: Shape("hash", "count"),
+        keys.learned: Shape("hash", "seconds"),  # no seconds, but as they are: a number that is not below 0
         keys.last_success: Shape("hash", "instant"),
         keys.prober: Shape("string", "text"),
         keys.encoder_cursor: Shape("string", "count"),
@@ -118,6 +124,7 @@ def shapes_of(keys: Keys, urls: Iterable[str], workers: Iterable[str]) -> dict[s
         {keys.node(url): Shape("hash", "registry") for url in urls}
         | {keys.latency(url): Shape("list", "seconds") for url in urls}
         | {keys.stages(url): Shape("hash", "number") for url in urls}
+        | {keys.learning(url): Shape("hash", "seconds") for url in urls}
         | {key: Shape("hash", "count") for worker in workers for key in (keys.ledger(worker), keys.handing(worker))}
     )
 
@@ -141,4 +148,6 @@ def of_node_removed(keys: Keys, url: str) -> tuple[str, ...]:
         keys.unfinished,
         keys.stages(url),
         keys.failures,
+        keys.learned,
+        keys.learning(url),
     )

@@ -3,7 +3,7 @@
 Owns the hot connection, the worker's lease and the arithmetic between the local counts and Redis.
 It must not know HTTP or engines. Keys: unfinished, unfinished:<worker>, sessions, workers, latency_mean,
 explored, failures, requests, encoder_cursor, encoder_credit, load_index, load:<group> (through lua/), watched, and
-those of `store.latencies` and `store.dispatched`.
+those of `store.latencies`, `store.speeds` and `store.dispatched`.
 
 The rule everything here follows: **a worker never replays, it restates.** The local counts are the
 truth about this worker; after anything unclear (an error, a lost reply, a flush, a lease that ran
@@ -34,7 +34,15 @@ from typing import Any, NamedTuple
 
 import hiredis
 
-from app.balancing import DECIDE_BY_LATENCY, ENCODER_POLICIES, POLICIES, Candidate, Encoder, Policy
+from app.balancing import (
+    DECIDE_BY_LATENCY,
+    DECIDE_BY_LEARNED,
+    ENCODER_POLICIES,
+    POLICIES,
+    Candidate,
+    Encoder,
+    Policy,
+)
 from app.errors import ModelNotFound, NoNodeAvailable, StoreUnavailable
 from app.journey import Journey, Try, current
 from app.metrics.families import ENCODER_ITEMS, RETRIES
@@ -50,6 +58,7 @@ from app.store.registry import Registry
 from app.store.scripts import Argument, Code, Prepared, Script, packed, packed_command
 from app.store.sight import Score, Sight, of_encoders, of_nodes
 from app.store.snapshot import Pool, Snapshot
+from app.store.speeds import Speeds
 
 log = logging.getLogger("evenhand.store")
 
@@ -98,28 +107,35 @@ def _ignore(reply: Reply) -> None:
 class Ticket:
     """One counted request on `url`. `release` gives the count back: once, at once, never failing."""
 
-    __slots__ = ("_ledger", "_since", "url")
+    __slots__ = ("_began", "_ledger", "_since", "url")
 
     def __init__(self, ledger: Ledger, url: str) -> None:
         self.url = url
         self._ledger: Ledger | None = ledger
-        self._since = time.monotonic()
+        self._since = self._began = time.monotonic()
+
+    def begin(self) -> None:
+        """The request goes to the node only now: what came before says nothing of the node's speed."""
+        self._began = time.monotonic()
 
     @property
     def held(self) -> bool:
         """Whether it has not been released."""
         return self._ledger is not None
 
-    def release(self, *, succeeded: bool, answered: bool = False) -> None:
+    def release(self, *, succeeded: bool, answered: bool = False, work: float | None = None) -> None:
         """Count the request as finished; its latency enters the node's window if it `succeeded`.
 
         Args:
             answered: the node answered, and not that it can't serve: its row of failures ends.
+            work: that the request was, see `app.dispatch.work`; the node's speed is learned from it.
         """
         ledger, self._ledger = self._ledger, None
         if ledger is not None:
-            latency_s = time.monotonic() - self._since if succeeded else None
-            ledger._release(self.url, latency_s, answered=answered or succeeded)
+            now_s = time.monotonic()
+            ledger._release(self.url, now_s - self._since if succeeded else None, answered=answered or succeeded)
+            if succeeded and work is not None:
+                ledger._learn(self.url, work, now_s - self._began)
 
 
 class Way(NamedTuple):
@@ -186,6 +202,12 @@ class Ledger:
             at_once=not used.isdisjoint(DECIDE_BY_LATENCY),
             send=self._send_latencies,
         )
+        learns = not used.isdisjoint(DECIDE_BY_LEARNED)
+        self._speeds = (
+            Speeds(keys=keys, script=scripts["learn_speeds"], counts=self.counts, send=self._send_latencies)
+            if learns
+            else None
+        )
         self.dispatched = Dispatched(keys=keys, script=scripts["note_dispatched"])
         self._pipeline: Pipeline | None = None
         self._generation = 0
@@ -205,7 +227,10 @@ class Ledger:
         counting = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.version)
         encoding = (*counting, keys.encoder_cursor, keys.encoder_credit, keys.nodes)
         acquiring = (*counting, keys.latency_mean, keys.explored, keys.load_index)
-        ways = {name: Way.of(name, scripts, acquiring, worker) for name in used}
+        learning = (*acquiring, keys.learned)
+        ways = {
+            name: Way.of(name, scripts, learning if name in DECIDE_BY_LEARNED else acquiring, worker) for name in used
+        }
         self._way = ways[strategy]
         self._ways = {model: ways[name] for model, name in (strategies or {}).items()}
         self._acquire_scripts = [way.call.script for way in ways.values()]
@@ -251,6 +276,8 @@ class Ledger:
             await asyncio.gather(self._keeper, return_exceptions=True)
         self._note_requests()
         self.latencies.note()
+        if self._speeds:
+            self._speeds.note()
         pipeline, self._pipeline = self._pipeline, None
         self._trouble = "closed"
         if pipeline is not None:
@@ -560,12 +587,16 @@ class Ledger:
         urls = []
         for pool in pools:
             candidates = [
-                Candidate(speed, self.counts.get(url, 0), self.latencies.mean_s(url))
+                Candidate(speed, self.counts.get(url, 0), self.latencies.mean_s(url), learned=self.learned(url))
                 for url, speed in zip(pool.urls, pool.speeds, strict=True)
             ]
             index, _ = self._way_of(pool).policy(candidates, (self._draws.random(), self._draws.random()))
             urls.append(pool.urls[index])
         return urls
+
+    def learned(self, url: str) -> float | None:
+        """The node's speed by this worker's own answers; None without any, and under other strategies."""
+        return self._speeds.counted(url) if self._speeds else None
 
     def _assign(self, pool: Pool, items: int) -> list[str]:
         encoders = [
@@ -597,6 +628,10 @@ class Ledger:
         if command is None:
             command = self._releases[url, answered] = self._make_release(self._index, url, answered)
         self._pipeline.send(command, self._released)
+
+    def _learn(self, url: str, work: float, latency_s: float) -> None:
+        if self._speeds:
+            self._speeds.add(url, work, latency_s, self._registry.snapshot.nodes)
 
     def _make_release(self, index: LoadIndex, url: str, answered: bool) -> bytes:
         keys = self._keys
@@ -762,7 +797,7 @@ class Ledger:
     def _distrust(self, reason: str) -> None:
         """An error reply: nobody knows what ran. READONLY and LOADING need another connection."""
         if "NOSCRIPT" in reason and self._pipeline is not None:
-            for name in ("release", "note_latencies"):
+            for name in ("release", "note_latencies", *(("learn_speeds",) if self._speeds else ())):
                 self._pipeline.submit(("SCRIPT", "LOAD", self._scripts[name].text), _ignore)
             self._restate_soon()
         else:
@@ -804,7 +839,9 @@ class Ledger:
         pipeline = await Pipeline.open(address, timeout_s=self._timeout_s, on_lost=lost)
         holder.append(pipeline)
         try:
-            told = (self._scripts["release"], self._scripts["note_latencies"])
+            told = [self._scripts["release"], self._scripts["note_latencies"]]
+            if self._speeds:
+                told.append(self._scripts["learn_speeds"])
             for script in (*self._acquire_scripts, self._encoders_script, *told):
                 await pipeline.call(("SCRIPT", "LOAD", script.text))
             # Wall-clock ms, so that a worker restarted under the same id is never behind itself.

@@ -52,6 +52,7 @@ BECOMES = {
     "close on probation": Breaker.CLOSED,
 }
 """What a breaker is after a move; the other moves leave it as it is."""
+CLOSING = ("close", "close on probation")
 
 T = TypeVar("T")
 
@@ -399,6 +400,8 @@ class Registry:
         fields = {"reason": reason}
         if models is not None:
             fields["models"] = json.dumps(list(models), ensure_ascii=False)
+        if state is State.READY and node.state is not State.READY:
+            await self._to_show_its_speed(node.url)
         code = await self._set_state(node.url, state, incarnation=str(node.incarnation), fields=fields)
         if code == Code.DONE:
             bad = State.GONE in (node.state, state) or State.DOWN in (node.state, state)
@@ -409,20 +412,26 @@ class Registry:
     async def record_failure(self, url: str, rules: BreakerRules) -> None:
         """The node failed a request. Raises StoreUnavailable."""
         arguments: list[Argument] = [url, rules.threshold, round(rules.open_s * 1000), round(rules.longest_s * 1000)]
-        if await self._breaker("record_failure", url, arguments):
+        if await self._breaker("record_failure", url, arguments, self._keys.learned):
             self._figures.count(BREAKER_CHANGES, url, Breaker.OPEN)
             log.warning("node %s: its breaker is open: too many requests failed there in a row", url)
 
     async def move_breaker(self, url: str, move: str, number: int = 0) -> bool:
         """As move_breaker.lua; whether it was moved. Raises StoreUnavailable."""
+        if move in CLOSING:
+            await self._to_show_its_speed(url)
         moved = await self._breaker("move_breaker", url, [url, move, number])
         if moved and move in BECOMES:
             self._figures.count(BREAKER_CHANGES, url, BECOMES[move])
         return moved
 
-    async def _breaker(self, script: str, url: str, arguments: list[Argument]) -> bool:
+    async def _to_show_its_speed(self, url: str) -> None:
+        """Before it gets requests again: who comes back starts slowly, at the speed that it had (`learning:<url>`)."""
+        await self.guarded(lambda: self.redis.hdel(self._keys.learned, url))
+
+    async def _breaker(self, script: str, url: str, arguments: list[Argument], *more: str) -> bool:
         keys = self._keys
-        names = (keys.node(url), keys.version, keys.failures)
+        names = (keys.node(url), keys.version, keys.failures, *more)
         before = self.snapshot.version
         code, version = await self.guarded(lambda: self.run(script, names, arguments))
         if code == Code.DONE and version != before:

@@ -75,6 +75,7 @@ class Counts:
     unfinished: Mapping[str, int]
     mean_s: Mapping[str, float]
     explored: Mapping[str, int]
+    learned: Mapping[str, float]
     cursor: int
     credit: Mapping[str, float]
 
@@ -219,11 +220,19 @@ class View:
                 pipe.hgetall(keys.unfinished)
                 pipe.hgetall(keys.latency_mean)
                 pipe.hgetall(keys.explored)
+                pipe.hgetall(keys.learned)
                 pipe.get(keys.encoder_cursor)
                 pipe.hgetall(keys.encoder_credit)
                 pipe.hgetall(keys.arrangement)
-                unfinished, means, explored, cursor, credit, arrangement = await pipe.execute()
-            counts = Counts(_counts(unfinished), _floats(means), _counts(explored), number(cursor), _floats(credit))
+                unfinished, means, explored, learned, cursor, credit, arrangement = await pipe.execute()
+            counts = Counts(
+                _counts(unfinished),
+                _floats(means),
+                _counts(explored),
+                _floats(learned),
+                number(cursor),
+                _floats(credit),
+            )
             return self._arrangement or read_arrangement(arrangement), counts
 
         return await registry.guarded(read)
@@ -234,7 +243,8 @@ class View:
         found = {url: ledger.latencies.mean_s(url) for url in self._registry.snapshot.nodes}
         means = {url: mean_s for url, mean_s in found.items() if mean_s is not None}
         cursor, credit = ledger.round_of_encoders
-        return Counts(ledger.counts, means, {}, cursor, credit)
+        learned = {url: speed for url in found if (speed := ledger.learned(url)) is not None}
+        return Counts(ledger.counts, means, {}, learned, cursor, credit)
 
     def _alone(self, ledger: Ledger, trouble: str) -> Standing:
         snapshot = self._registry.snapshot
@@ -400,7 +410,13 @@ def _weigh(arrangement: Arrangement | None, pool: Pool, counts: Counts, roles: t
         return _weigh_encoders(arrangement, pool.urls, pool.speeds, counts.unfinished, counts.credit, counts.cursor)
     return WEIGHS[arrangement.strategy_of(pool.model)](
         [
-            Candidate(speed, counts.unfinished.get(url, 0), counts.mean_s.get(url), counts.explored.get(url, 0))
+            Candidate(
+                speed,
+                counts.unfinished.get(url, 0),
+                counts.mean_s.get(url),
+                counts.explored.get(url, 0),
+                counts.learned.get(url),
+            )
             for url, speed in zip(pool.urls, pool.speeds, strict=True)
         ]
     )
