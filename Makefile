@@ -75,6 +75,7 @@ $(VENV)/bin/pip:
 		{ echo "$(PYTHON) is older than 3.11, or no Python: name another: make PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
 		{ echo "$(PYTHON) can't make a venv: apt-get install $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')" >&2; exit 1; }
+	@echo "making a virtual environment in $(VENV) (once)"
 	@$(PYTHON) -m venv --clear $(VENV)
 
 clean:

@@ -35,7 +35,7 @@ example:
 
 Without --url it looks at Redis: --redis-url, else EVENHAND_REDIS_URL, else the embedded one in --state-dir.
 ok: it is well. warn: it works, and will not in some case that is to be expected. bad: requests fail or state is lost.
-Ends with 0 when nothing is bad, else with 1.
+Ends with 0 when nothing is bad, with 1 when something is, with 2 when it does not know what to look at.
 """
 CONNECT_S = 2.0
 
@@ -147,8 +147,8 @@ def _embedded(settings: Any) -> str:
     except OSError:
         pass
     raise Misused(
-        f"no Redis is named (--redis-url, EVENHAND_REDIS_URL), and there is no embedded one in {settings.state_dir}; "
-        "start `evenhand serve`, or name the deployment: --redis-url or --url"
+        f"no Redis is named, and there is no embedded one in {settings.state_dir}; start `evenhand serve`, or say "
+        "where it is: --state-dir as of `serve` (EVENHAND_STATE_DIR), --redis-url or --url"
     )
 
 
@@ -182,10 +182,11 @@ def _look_at_redis(report: Report, settings: Any, url: str) -> list[str]:
             report.add(keyspace.judge(space, keys))
             report.not_checked += keyspace.not_checked(space)
             engine_keys = _engine_keys(client, keys, space)
+            host_headers = _host_headers(client, keys, space)
     except (RedisError, EvenhandError, OSError) as e:
         text = _words_of(e)
         report.add([bad("redis.reach", text, _how_to_reach(text))])
-        report.not_checked.append(("what Redis was not asked for any more", "see redis.reach"))
+        report.not_checked.append(("keys, workers and nodes", "Redis did not answer"))
         return []
     try:
         state = ByRedis(url, settings.namespace).state()
@@ -195,7 +196,7 @@ def _look_at_redis(report: Report, settings: Any, url: str) -> list[str]:
         report.not_checked.append(("nodes and workers", str(e)))
         return []
     report.add(workers.judge(state))
-    report.add(nodes.judge(state, asyncio.run(_ask(state, engine_keys, settings))))
+    report.add(nodes.judge(state, asyncio.run(_ask(state, engine_keys, host_headers, settings))))
     return [str(worker["id"]) for worker in state["workers"]]
 
 
@@ -203,13 +204,25 @@ def _engine_keys(client: Any, keys: Any, space: Any) -> dict[str, str]:
     return dict(client.hgetall(keys.engine_keys)) if space.types.get(keys.engine_keys) == "hash" else {}
 
 
-async def _ask(state: dict[str, Any], engine_keys: dict[str, str], settings: Any) -> dict[str, str]:
+def _host_headers(client: Any, keys: Any, space: Any) -> dict[str, str]:
+    nodes = [str(url) for url in client.smembers(keys.nodes)] if space.types.get(keys.nodes) == "set" else []
+    found = {
+        url: client.hget(keys.node(url), "host_header") for url in nodes if space.types.get(keys.node(url)) == "hash"
+    }
+    return {url: str(named) for url, named in found.items() if named}
+
+
+async def _ask(
+    state: dict[str, Any], engine_keys: dict[str, str], host_headers: dict[str, str], settings: Any
+) -> dict[str, str]:
     from app.checks import engines
     from app.settings import tls_towards_engines
 
     own = settings.engine_key.get_secret_value() if settings.engine_key is not None else None
     keys = {str(node["url"]): engine_keys.get(node["url"]) or own for node in state["nodes"]}
-    return await engines.ask(keys, timeout_s=settings.probe_timeout_s, tls=tls_towards_engines(settings))
+    return await engines.ask(
+        keys, timeout_s=settings.probe_timeout_s, tls=tls_towards_engines(settings), host_headers=host_headers
+    )
 
 
 def _words_of(e: Exception) -> str:
@@ -225,6 +238,8 @@ def _how_to_reach(text: str) -> str:
         return "name user and password: redis://USER:PASSWORD@HOST:PORT (percent-encode what is special in them)"
     if "NOPERM" in text:
         return "give this user the commands and the keys evenhand:* (ACL SETUSER)"
+    if "Timeout reading" in text or "did not answer" in text:
+        return "it accepts connections but does not answer: is its process stopped, or its host overloaded?"
     if "loading" in text:
         return "it reads its data from disk; wait"
     if "MOVED" in text:

@@ -1,4 +1,4 @@
-"""The command `evenhand`: `serve`, `nodes ...`, `top`, `explain`, `check`, `engine`.
+"""The command `evenhand`: `serve`, `config ...`, `nodes ...`, `top`, `explain`, `check`, `engine`.
 
 Owns the choice of the command and the exit codes: 0 done, 1 failed, 2 used wrongly, with one line on stderr that
 says what is wrong. Each command is a module with `add_arguments(parser)` and `run(args)`, loaded only when it is
@@ -23,8 +23,12 @@ COMMANDS = {
     "serve": (
         "serve one OpenAI-compatible endpoint in front of all nodes",
         "Serve one OpenAI-compatible endpoint in front of all nodes. A flag wins over its environment variable, "
-        "the variable over the default. A list is several words after its flag, or a variable with spaces or commas "
-        "between its items.",
+        "the variable over the file that --config names, the file over the default. A list is several words after its "
+        "flag, or a variable with spaces or commas between its items.",
+    ),
+    "config": (
+        "show or check the settings that serve would have",
+        "Show or check the settings that `serve` would have with the same flags, variables and file.",
     ),
     "nodes": ("list, add, remove or drain the nodes of a running deployment", "Manage the nodes of a deployment."),
     "top": (
@@ -88,6 +92,10 @@ def load(command: str) -> tuple[AddArguments, Run]:
         from app import serve_command
 
         return serve_command.add_arguments, serve_command.run
+    if command == "config":
+        from app import config_command
+
+        return config_command.add_arguments, config_command.run
     if command == "nodes":
         from app import nodes_command
 

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from app.nearest import nearest
+from app.nodes import about_itself
 from app.terminal.failures import CommandError, UnknownModel, readable
 from app.terminal.reach import Deployment, Misused, add_redis_options, add_url_options, reached
-from app.terminal.words import columns, count, printable, reason_of
+from app.terminal.words import columns, count, printable
 
 EXAMPLE = """\
 example:
@@ -22,7 +23,7 @@ example:
   evenhand explain --model llama --redis-url redis://10.0.0.2:6379/0      without any worker
 
 SCORE is what the strategy compares, less is better; CHANCE is that of being the next one. A SPEED in brackets was
-given by nobody: it is the others' average.
+given by nobody: it is the others' average. Ends with 1 where a role has nobody, so that a request would fail.
 """
 MODELS_NAMED = 20
 HEAD = ("CHANCE", "SCORE", "NODE", "ROLE", "UNFINISHED", "SPEED", "LATENCY_S")
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(document, indent=2, ensure_ascii=False))
     else:
         print("\n".join(lines))
-    return 0
+    return 0 if all(choice["candidates"] for choice in document["choices"]) else 1
 
 
 def _ask(deployment: Deployment, model: str) -> dict[str, Any]:
@@ -78,6 +79,9 @@ def told(document: dict[str, Any]) -> Iterator[str]:
     yield f"model {printable(document['model'])}, strategy {printable(strategy)}"
     if document["rule"]:
         yield printable(document["rule"])
+    redis = document.get("redis")  # an older deployment does not say it
+    if redis and not redis["up"]:
+        yield f"Redis is away ({printable(redis['reason'])}): the counts are of the answering worker only"
     for choice in document["choices"]:
         candidates = sorted(choice["candidates"], key=lambda one: -one["chance"])
         yield ""
@@ -86,10 +90,10 @@ def told(document: dict[str, Any]) -> Iterator[str]:
             rows = [HEAD, *map(_row, candidates)]
             yield from (f"  {line}" for line in columns(rows, right={0, 1, 4, 5, 6}))
         else:
-            yield "  nobody: a request would get a 503"
+            yield f"  nobody: a request{' with media' if choice['roles'] == ['Encode'] else ''} would get a 503"
         if choice["passed_over"]:
             yield "  passed over:"
-            rows = [(one["node"], reason_of(one["why"], one["node"])) for one in choice["passed_over"]]
+            rows = [(one["node"], about_itself(one["why"], one["node"])) for one in choice["passed_over"]]
             yield from (f"    {line}" for line in columns(rows))
 
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.discovery.listing import Reader
+from app.discovery.sources import FileSource
 from app.dispatch.answer import Server
 from app.dispatch.breakers import Breakers
 from app.dispatch.caller import Caller
@@ -36,7 +39,7 @@ from app.dispatch.topology import Topology
 from app.errors import ConfigurationError, StoreUnavailable, UpstreamError
 from app.http.metrics import Metrics
 from app.http.ports import Dispatcher
-from app.http.routes import HttpFace, build_app
+from app.http.routes import HttpFace, build_app, key_ring
 from app.metrics.figures import Figures
 from app.metrics.files import DIRECTORY_VARIABLE, MetricsDirectory, MetricsWriter
 from app.metrics.publisher import Publisher
@@ -62,6 +65,7 @@ from app.upstream.distserve import DistServeClient, Migration
 from app.upstream.http1 import Http1Transport
 from app.upstream.management import EngineClient
 from app.upstream.transport import Timeouts
+from workers.discoverer import Discoverer
 from workers.janitor import Janitor
 from workers.prober import Prober, Rules
 from workers.reaper import Reaper
@@ -103,6 +107,7 @@ def create_app(settings: Settings) -> HttpFace:
         registry=registry,
         worker=worker,
         strategy=settings.routing_strategy,
+        strategies=settings.strategies,
         encoder_policy=settings.encoder_policy,
         lease_s=settings.lease_s,
         timeout_s=settings.redis_timeout_s,
@@ -117,7 +122,9 @@ def create_app(settings: Settings) -> HttpFace:
         figures=figures,
     )
     budget = RetryBudget(registry=registry, ledger=ledger, keys=keys)
-    engines = EngineClient(probe_timeout_s=settings.probe_timeout_s, tls=tls)
+    engines = EngineClient(
+        probe_timeout_s=settings.probe_timeout_s, tls=tls, host_header=lambda url: registry.snapshot.host_header(url)
+    )
     caller = Caller(
         registry=registry,
         transport=transport,
@@ -150,6 +157,10 @@ def create_app(settings: Settings) -> HttpFace:
     )
     reaper = Reaper(registry, keys)
     topology = Topology.of(settings)
+    discoverers = [
+        Discoverer(reader=reader, registry=registry, keys=keys, worker=worker, grace_s=settings.grace_s)
+        for reader in readers(settings, topology)
+    ]
     linked = topology.split and topology.protocol == "lmdeploy"
     split = Split(
         settings,
@@ -182,9 +193,12 @@ def create_app(settings: Settings) -> HttpFace:
             raise StoreUnavailable(ledger.trouble)
         return await overview(registry, keys)
 
+    access = key_ring(settings)
+
     @contextlib.asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
         # Counts outlive the loops, the store outlives the counts: the order below, backwards.
+        await access.start()
         await registry.start()
         await ledger.start()
         tasks = [
@@ -193,7 +207,9 @@ def create_app(settings: Settings) -> HttpFace:
                 ("prober", prober.run),
                 ("reaper", reaper.run),
                 ("metrics", publisher.run),
+                ("keys", access.run),
                 *((("janitor", janitor.run),) if janitor is not None else ()),
+                *(("discovery", discoverer.run) for discoverer in discoverers),
                 ("static nodes", lambda: name_static_nodes(registry, engines, static_nodes(settings), engine_key)),
             )
         ]
@@ -233,6 +249,7 @@ def create_app(settings: Settings) -> HttpFace:
         figures=figures,
         metrics=Metrics(directory.merged, shared, within_s=settings.redis_timeout_s),
         tracer=traces,
+        keys=access,
         seen=view,
         watched=ledger.watch_next,
         lifespan=lifespan,
@@ -406,7 +423,21 @@ def arrangement(settings: Settings, topology: Topology) -> Arrangement:
         serving="DistServe" if topology.split else "Hybrid",
         fallback=topology.fallback,
         dummy_prefill=topology.dummy_prefill,
+        strategies=json.dumps(settings.strategies) if settings.strategies else "",
     )
+
+
+def readers(settings: Settings, topology: Topology) -> Iterator[Reader]:
+    """Who reads what `--discover` names. Their libraries are imported only where there is one."""
+    for source in settings.sources:
+        if isinstance(source, FileSource):
+            from app.discovery.node_file import FileReader
+
+            yield FileReader(source, topology.check)
+        else:
+            from app.discovery.names import DnsReader
+
+            yield DnsReader(source)
 
 
 def static_nodes(settings: Settings) -> dict[str, Role]:
@@ -444,6 +475,7 @@ async def name_static_nodes(
                         asked=known.asked,
                         static=True,
                         bootstrap_port=known.bootstrap_port,
+                        host_header=known.host_header,
                     )
             return
         except StoreUnavailable:

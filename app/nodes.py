@@ -22,6 +22,7 @@ _LABEL = re.compile(r"[a-z0-9_-]+").fullmatch
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]+").fullmatch
 _PERCENT = re.compile(r"%([0-9A-Fa-f]{2})")
 _BAD_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
+_KEY = re.compile(r"[\x21-\x7e]{1,4096}").fullmatch
 
 
 class Role(IntEnum):
@@ -78,9 +79,17 @@ class Node:
     reason: str = ""
     life: int = 0
     bootstrap_port: int | None = None
+    host_header: str = ""  # under which name it is spoken to; empty: that of its URL
+    source: str = ""  # the `--discover` that it comes from; empty: registered by a call or a setting
     breaker: Breaker = Breaker.CLOSED
     breaker_until_ms: int = 0
     breaker_opens: int = 0  # in a row
+
+
+def about_itself(text: str, url: str) -> str:
+    """What is said of a node, without its own address, where that stands beside it."""
+    text = re.sub(rf"( of)? ?\b(engine )?{re.escape(url)}(?=[\s:;,.)]|$)(?!:\d):?", "", text)
+    return text.strip(" :")
 
 
 def normalise_url(value: object, *, field: str = "url") -> str:
@@ -230,6 +239,41 @@ def parse_models(value: object, *, field: str = "models") -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(m, str) and m and _is_text(m) for m in value):
         raise BadRequest(f"{field} must be a list of non-empty strings", param=field)
     return tuple(dict.fromkeys(value))
+
+
+def parse_port(value: object, *, field: str) -> int | None:
+    """A TCP port; None where it is not given. Raises BadRequest."""
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 65535:
+        return value
+    raise BadRequest(f"{field} must be a whole number from 1 to 65535", param=field)
+
+
+def parse_key(value: object, *, field: str = "key") -> str | None:
+    """A key for the engine: it travels in a header, so it must be visible ASCII. Raises BadRequest."""
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str) or not _KEY(value):
+        raise BadRequest(f"{field} must be a string of 1 to 4096 visible ASCII characters", param=field)
+    return value
+
+
+def parse_host_header(value: object, *, field: str = "host_header") -> str:
+    """HOST or HOST:PORT in its one spelling; empty where it is not given. Raises BadRequest."""
+    if value is None or value == "":
+        return ""
+    if isinstance(value, str) and not re.search(r"[/?#@\\]", value):
+        try:
+            # As a URL of no scheme's default port: one that is given stays.
+            parts = urlsplit(f"//{value}")
+            host = _normalise_ipv6(parts.hostname or "") if "[" in value else _normalise_host(parts.hostname or "")
+            port = parts.port
+            if port != 0 and not value.endswith(":") and value.isascii() and not re.search(r"\s", value):
+                return host if port is None else f"{host}:{port}"
+        except ValueError:
+            pass
+    raise BadRequest(f"{field} must be HOST or HOST:PORT, such as engine.example", param=field)
 
 
 def _is_text(value: str) -> bool:

@@ -10,13 +10,16 @@ import argparse
 import json
 import os
 import sys
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlencode
 
 from app.errors import BadRequest
-from app.nodes import Role, normalise_url, parse_role, parse_speed
-from app.terminal.failures import CommandError
-from app.terminal.reach import REDIS_VARIABLE, Misused, add_redis_options, add_url_options, by_url, reached
+from app.nodes import Role, about_itself, normalise_url, parse_host_header, parse_role, parse_speed
+from app.terminal.by_url import Refused
+from app.terminal.failures import CommandError, readable
+from app.terminal.listed import listed
+from app.terminal.reach import REDIS_VARIABLE, Deployment, Misused, add_redis_options, add_url_options, by_url, reached
 from app.terminal.words import columns, printable
 
 HEAD = ("URL", "ROLE", "STATE", "UNFINISHED", "LATENCY_S", "SPEED", "MODELS", "REASON")
@@ -33,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def verb(name: str, text: str) -> argparse.ArgumentParser:
         return verbs.add_parser(name, help=text, description=text, parents=[shared])
 
-    listed = verb("list", "show all nodes")
-    listed.add_argument("--all", action="store_true", help="also nodes that are gone")
-    listed.argument_default = argparse.SUPPRESS
-    add_redis_options(listed)
+    shown = verb("list", "show all nodes")
+    shown.add_argument("--all", action="store_true", help="also nodes that are gone")
+    shown.argument_default = argparse.SUPPRESS
+    add_redis_options(shown)
     add = verb("add", "add a node, or change one; running counts stay")
     add.add_argument("node", metavar="NODE_URL", type=_node)
     add.add_argument(
@@ -50,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("--speed", type=_speed, help="any unit, the same for all nodes; default: the others' average")
     add.add_argument(
         "--bootstrap-port", type=int, help="prefill nodes of mooncake and sglang: port of their bootstrap server"
+    )
+    add.add_argument(
+        "--host-header",
+        type=_host,
+        metavar="HOST",
+        help="name that it is asked under, and that its certificate has; default: that of its URL",
     )
     add.add_argument("--key", help="API key of this engine, where it differs from --engine-key of `serve`")
     remove = verb("remove", "remove a node at once; its running requests go on to their end")
@@ -88,12 +97,12 @@ def _call(args: argparse.Namespace) -> Any:
     if args.verb == "list":
         # The variable alone changes nothing: scripts read what `/nodes/status` has and the view of Redis has not.
         environ = {name: value for name, value in os.environ.items() if name != REDIS_VARIABLE}
-        return reached(args, environ).nodes(gone=args.all)
+        return _listed(reached(args, environ), gone=args.all)
     if args.redis_url:
         raise Misused("--redis-url is for `nodes list`; nodes are changed over HTTP: --url")
     deployment = by_url(args)
     if args.verb == "add":
-        names = ("role", "models", "speed", "bootstrap_port")
+        names = ("role", "models", "speed", "bootstrap_port", "host_header")
         status = {name: getattr(args, name) for name in names}
         body: dict[str, Any] = {"url": args.node}
         if given := {name: value for name, value in status.items() if value is not None}:
@@ -108,6 +117,24 @@ def _call(args: argparse.Namespace) -> Any:
     if query and args.timeout_s is not None:
         query["timeout_s"] = f"{args.timeout_s:g}"
     return deployment.ask("POST", "/nodes/remove" + (f"?{urlencode(query)}" if query else ""), {"url": args.node})
+
+
+def _listed(deployment: Deployment, *, gone: bool) -> dict[str, dict[str, Any]]:
+    """As it is now; while Redis is away as it was last known, which is said."""
+    try:
+        return deployment.nodes(gone=gone)
+    except Refused as e:
+        if e.status != HTTPStatus.SERVICE_UNAVAILABLE:
+            raise
+        try:
+            state = deployment.state()
+            with readable(deployment.name):
+                nodes = listed(state, gone=gone)
+        except CommandError:
+            raise e from None
+        why = str(e).rstrip(". ")
+        print(f"evenhand nodes list: {why}; these are the last known nodes, with counts of one worker", file=sys.stderr)
+        return nodes
 
 
 def table(nodes: dict[str, dict[str, Any]]) -> str:
@@ -127,7 +154,7 @@ def table(nodes: dict[str, dict[str, Any]]) -> str:
                 f"{sum(window) / len(window):.3f}" if window else "-",
                 f"{speed:g}" if isinstance(speed, (int, float)) else "-",
                 ",".join(node.get("models") or []) or "-",
-                node.get("reason") or "",
+                about_itself(node.get("reason") or "", url),
             )
         )
     return "\n".join(columns(rows, right={3, 4, 5}))
@@ -143,6 +170,13 @@ def _node(text: str) -> str:
 def _role(text: str) -> int:
     try:
         return int(parse_role(text))
+    except BadRequest as e:
+        raise argparse.ArgumentTypeError(f"{e.message}, not {text!r}") from e
+
+
+def _host(text: str) -> str:
+    try:
+        return parse_host_header(text, field="--host-header")
     except BadRequest as e:
         raise argparse.ArgumentTypeError(f"{e.message}, not {text!r}") from e
 

@@ -12,25 +12,46 @@ from pydantic_core import PydanticUndefined
 
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
-from app.settings import Settings, choices_of, flag_of, is_list, is_secret, misspelt_variables, variables_of
+from app.settings import (
+    Settings,
+    WrongSettings,
+    choices_of,
+    flag_of,
+    is_list,
+    is_secret,
+    misspelt_variables,
+    variables_of,
+    warnings_of,
+)
 
 METAVARS = {
+    "config": "FILE",
     "server_name": "HOST",
     "server_port": "PORT",
     "api_keys": "KEY",
     "admin_keys": "KEY",
+    "api_keys_file": "FILE",
+    "admin_keys_file": "FILE",
     "engine_key": "KEY",
     "nodes": "URL",
+    "alias": "NAME=MODEL",
+    "model_routing": "MODEL=STRATEGY",
+    "default_model": "MODEL",
     "encode_servers_urls": "URL",
     "prefill_servers_urls": "URL",
     "decode_servers_urls": "URL",
     "ec_consumer_zmq_addrs": "ADDRESS",
     "redis_url": "URL",
     "trusted_nodes": "CIDR",
+    "cors_origins": "ORIGIN",
     "max_body_size": "SIZE",
     "state_dir": "DIR",
     "ssl_keyfile": "FILE",
     "ssl_certfile": "FILE",
+    "engine_ca_file": "FILE",
+    "engine_cert_file": "FILE",
+    "engine_key_file": "FILE",
+    "discover": "URL",
     "namespace": "NAME",
     "trace_endpoint": "URL",
     "log_sample": "RATIO",
@@ -38,8 +59,7 @@ METAVARS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for name, field in Settings.model_fields.items():
-        _add_flag(parser, name, field)
+    add_settings(parser)
     parser.add_argument(
         "--simulate",
         type=_count,
@@ -49,23 +69,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """A flag for each setting; `settings_among` has them back."""
+    for name, field in Settings.model_fields.items():
+        _add_flag(parser, name, field)
+
+
+def settings_among(args: argparse.Namespace) -> dict[str, object]:
+    return {name: getattr(args, name) for name in Settings.model_fields}
+
+
 def run(args: argparse.Namespace) -> int:
-    for line in misspelt_variables(os.environ):
-        print(f"evenhand serve: {line}", file=sys.stderr)
+    doubts = [*misspelt_variables(os.environ)]
     try:
-        flags = {name: getattr(args, name) for name in Settings.model_fields}
-        settings = Settings.load(flags)
+        settings, sources = Settings.load_with_sources(settings_among(args))
+        doubts += warnings_of(settings, sources)
         # A contradiction is one line here, and a traceback in every worker.
         idle = Topology.of(settings).without_effect(settings)
         if idle is not None:
-            print(f"evenhand serve: {idle}", file=sys.stderr)
+            doubts.append(idle)
+        if "log_sample" in sources and settings.log_requests != "all":
+            doubts.append("--log-sample has no effect without --log-requests all")
         # After the check: a wrong flag should not wait for a server's imports.
-        from workers.in_force import sources_of
+        from workers.processes import warn
         from workers.supervisor import serve
 
-        return serve(settings, sources=sources_of(flags), simulate=args.simulate)
+        while doubts:
+            warn(doubts.pop(0), settings.log_format)
+        return serve(settings, sources=sources, simulate=args.simulate)
+    except WrongSettings as e:
+        for line in (*doubts, *e.lines):
+            print(f"evenhand serve: {line}", file=sys.stderr)
+        return 2
     except ConfigurationError as e:
-        print(f"evenhand serve: {e.message}", file=sys.stderr)
+        for line in (*doubts, e.message):
+            print(f"evenhand serve: {line}", file=sys.stderr)
         return 2
 
 

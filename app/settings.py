@@ -1,16 +1,23 @@
 """Every option once: flag, environment variable, unit, default, reason.
 
-Owns the `Settings` model, how it is read (flag over environment over default) and how it is handed to a
+Owns the `Settings` model, how it is read (flag over environment over file over default) and how it is handed to a
 child process. The command line, the settings table of the README and the workers are all made from it.
-It must not start anything, open a socket or know Redis and HTTP; of the disk it only reads the TLS files.
+It must not start anything, open a socket or know Redis and HTTP; of the disk it only reads the files that settings
+name.
 
-A field's name is its flag (`grace_s` is `--grace-s`) and its variable (`EVENHAND_GRACE_S`).
+A field's name is its flag (`grace_s` is `--grace-s`), its variable (`EVENHAND_GRACE_S`) and its name in the file
+(`grace-s`).
+
+What a process hands on is complete, so it says so (`EVENHAND_SOURCES`), and who gets it does not read the file again:
+all processes of a start have one reading of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import ipaddress
+import json
 import os
 import re
 import ssl
@@ -25,12 +32,16 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from app.access_keys import access_key, read_keys
+from app.config_file import ConfigFile, others_can_read, read_config
+from app.discovery.sources import Source, parse_source
 from app.errors import BadRequest, ConfigurationError
 from app.nearest import nearest
 from app.nodes import normalise_url
 from app.redis_url import CLUSTER_SCHEMES, SENTINEL_SCHEMES, RedisPlace
 
 ENV_PREFIX = "EVENHAND_"
+SOURCES_VARIABLE = "EVENHAND_SOURCES"  # where each setting comes from: JSON, field -> flag, variable or place in a file
 # Read elsewhere: the first two by the command line, the others from one process of a deployment to the next.
 OTHER_VARIABLES = (
     "EVENHAND_URL",
@@ -38,10 +49,15 @@ OTHER_VARIABLES = (
     "EVENHAND_READY_FD",
     "EVENHAND_WORKER_ID",
     "EVENHAND_METRICS_DIR",
-    "EVENHAND_SOURCES",
+    SOURCES_VARIABLE,
 )
 # What Kubernetes sets in every pod beside a service whose name begins with evenhand: nobody's mistake.
 _SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
+
+TABLES = {"aliases": "alias", "models": "model_routing"}
+"""Of the configuration file: its tables, and the fields that they are."""
+KINDS = {"string_type": "text", "path_type": "text", "tuple_type": "a list of texts"}
+"""What pydantic's own errors mean, as the end of "must be ..."."""
 
 # Decimal and binary suffixes are both common in the documents of engines and of reverse proxies; taking
 # MB for MiB would refuse a body that the operator meant to let in.
@@ -65,6 +81,72 @@ def _split(value: object) -> object:
     return tuple(item for text in texts for item in re.split(r"[\s,]+", text) if item)
 
 
+def _split_pairs(value: object) -> object:
+    """`NAME=VALUE` items of a setting that a file may have as a table; a process hands them on as JSON."""
+    if isinstance(value, str) and value.startswith("["):
+        try:
+            return tuple(json.loads(value))
+        except ValueError as e:
+            raise ValueError("must be NAME=VALUE with spaces or commas between") from e
+    if not isinstance(value, Mapping):
+        return _split(value)
+    if not all(isinstance(text, str) for text in value.values()):
+        raise ValueError("must be a table of texts")
+    if wrong := next((name for name in value if "=" in name), None):
+        raise ValueError(f"{wrong}: a name can't hold =")
+    return tuple(f"{name}={text}" for name, text in value.items())
+
+
+def _check_aliases(value: tuple[str, ...]) -> tuple[str, ...]:
+    found: dict[str, str] = {}
+    for item in value:
+        name, _, model = item.partition("=")
+        if not name or not model or not item.isprintable():
+            raise ValueError(f"must be NAME=MODEL, not {item!r}")
+        if found.setdefault(name, model) != model:
+            raise ValueError(f"{name} is an alias of two models")
+    if chained := next((model for model in found.values() if model in found), None):
+        raise ValueError(f"{chained} is an alias itself; name the model")
+    return tuple(f"{name}={model}" for name, model in found.items())
+
+
+def _strategies_of(value: object) -> object:
+    """From the file's tables, model -> its settings, of which there is one."""
+    if not isinstance(value, Mapping):
+        return value
+    pairs = []
+    for model, given in value.items():
+        if not isinstance(given, Mapping):
+            raise ValueError(f'must have a table for each model, [models."{model}"]')
+        for name, strategy in given.items():
+            if name.replace("_", "-") != "routing-strategy":
+                near = nearest(name.replace("_", "-"), ["routing-strategy"])
+                hint = f"; did you mean {near}?" if near else ""
+                raise ValueError(f"{model}: {name} is no setting of a model{hint}")
+            pairs.append(f"{model}={strategy}")
+    return json.dumps(pairs)
+
+
+def _check_routing(value: tuple[str, ...]) -> tuple[str, ...]:
+    strategies = choices_of(Settings.model_fields["routing_strategy"])
+    found: dict[str, str] = {}
+    for item in value:
+        model, _, strategy = item.rpartition("=")
+        if not model or not item.isprintable():
+            raise ValueError(f"must be MODEL=STRATEGY, not {item!r}")
+        if strategy not in strategies:
+            raise ValueError(f"{model}: must be one of {', '.join(strategies)}, not {strategy!r}")
+        if found.setdefault(model, strategy) != strategy:
+            raise ValueError(f"{model} has two strategies")
+    return tuple(f"{model}={strategy}" for model, strategy in found.items())
+
+
+def _check_model(value: str) -> str:
+    if not value or not value.isprintable():
+        raise ValueError("must be the name of a model")
+    return value
+
+
 def _split_keys(value: object) -> object:
     """Like `_split`, but a flag's key with a comma is refused: it may be one key or two, and a guess opens a door."""
     if not isinstance(value, list):
@@ -83,6 +165,23 @@ def _check_key(value: SecretStr) -> SecretStr:
     return value
 
 
+def _check_access_key(value: SecretStr) -> SecretStr:
+    access_key(value.get_secret_value())
+    return value
+
+
+def _check_keys_file(value: Path) -> Path:
+    if SOURCES_VARIABLE not in os.environ:  # else it was right when the deployment started
+        read_keys(value)
+    return value
+
+
+def _check_admin_keys_file(value: Path) -> Path:
+    if SOURCES_VARIABLE not in os.environ and any(key.models is not None for key in read_keys(value)):
+        raise ValueError(f"{value}: an admin key has no models: it is for nodes")
+    return value
+
+
 def _check_node(value: str) -> str:
     try:
         return normalise_url(value, field="a node URL")
@@ -96,6 +195,19 @@ def _check_prefill(value: tuple[str, ...]) -> tuple[str, ...]:
     if any(word.lower() in ("disable", "none") for word in value):
         raise ValueError("disable or none can't stand beside URLs")
     return tuple(_check_node(url) for url in value)
+
+
+def _check_discover(value: tuple[str, ...]) -> tuple[str, ...]:
+    names: set[str] = set()
+    for text in value:
+        try:
+            name = parse_source(text).name
+        except ValueError as e:
+            raise ValueError(f"{text} {e}") from e
+        if name in names:
+            raise ValueError(f"{name} is named twice")
+        names.add(name)
+    return value
 
 
 def _check_zmq(value: str) -> str:
@@ -112,6 +224,20 @@ def _check_networks(value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(str(ipaddress.ip_network(item, strict=False)) for item in value)
     except ValueError as e:
         raise ValueError(f"must be networks such as 10.0.0.0/8 or fd00::/8, or the word none: {e}") from e
+
+
+def _check_origins(value: tuple[str, ...]) -> tuple[str, ...]:
+    if "*" in value and len(value) > 1:
+        raise ValueError("* stands alone: it is every origin")
+    for origin in value:
+        # As browsers write it, or it would never be equal to what they send.
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://([^\s/:@A-Z\[\]]+|\[[0-9a-f:.]+\])(:\d+)?", origin):
+            raise ValueError(
+                f"must be https://HOST or https://HOST:PORT in lower case, without a path, or *, not {origin}"
+            )
+        if re.search(r"^http://.*:80$|^https://.*:443$", origin):
+            raise ValueError(f"must be without the port that goes without saying, not {origin}")
+    return tuple(dict.fromkeys(value))
 
 
 def _check_redis_url(value: str) -> str:
@@ -163,7 +289,7 @@ def _check_trace_endpoint(value: str) -> str:
         except ModuleNotFoundError:
             found = None
         if found is None:
-            raise ValueError("needs what is not installed: pip install 'evenhand[otel]'")
+            raise ValueError("can't be used without the extra otel: pip install '.[otel]' where `pip install .` was")
     return value
 
 
@@ -172,6 +298,12 @@ def _check_host(value: str) -> str:
     if not host or re.search(r"[\s/]", host):
         raise ValueError("must be a host name or an address such as 0.0.0.0 or ::")
     return host
+
+
+def _check_path(value: object) -> object:
+    if value == "":
+        raise ValueError("must be a path; an empty one would be the working directory")
+    return value
 
 
 def _absolute(value: Path) -> Path:
@@ -189,13 +321,15 @@ def _default_state_dir() -> Path:
         return Path(f"/var/tmp/evenhand-{os.getuid()}")
 
 
-Keys = Annotated[tuple[Annotated[SecretStr, AfterValidator(_check_key)], ...], NoDecode, BeforeValidator(_split_keys)]
+Keys = Annotated[
+    tuple[Annotated[SecretStr, AfterValidator(_check_access_key)], ...], NoDecode, BeforeValidator(_split_keys)
+]
 NodeUrls = Annotated[tuple[Annotated[str, AfterValidator(_check_node)], ...], NoDecode, BeforeValidator(_split)]
 Networks = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_check_networks)]
 Seconds = Annotated[float, Ge(0), Field(allow_inf_nan=False)]
 Wait = Annotated[float, Ge(0.001), Field(allow_inf_nan=False)]
 Upper = BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value)
-FilePath = Annotated[Path, AfterValidator(_absolute)]
+FilePath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(_absolute)]
 
 
 def _environment_names(own: str, other: str) -> AliasChoices:
@@ -215,6 +349,12 @@ class Settings(BaseSettings):
         hide_input_in_errors=True,
     )
 
+    config: FilePath | None = Field(
+        None,
+        description="TOML file with settings, named as the flags are: server-port = 8000. Flags and variables win "
+        "over it.",
+    )
+
     # --- the flags of `lmdeploy serve proxy`, same names and defaults --------------------------------
     server_name: Annotated[str, AfterValidator(_check_host)] = Field(
         "0.0.0.0", description="Host name or address to listen on."
@@ -226,10 +366,10 @@ class Settings(BaseSettings):
         "Hybrid",
         description="Hybrid: one engine serves a request whole. DistServe: prefill and decode on different engines.",
     )
-    routing_strategy: Literal["min_expected_latency", "random", "min_observed_latency"] = Field(
+    routing_strategy: Literal["min_expected_latency", "random", "min_observed_latency", "least_expected_delay"] = Field(
         "min_expected_latency",
         description="How a node is chosen: least unfinished/speed, by chance weighted by speed, "
-        "or least mean of the last 15 latencies.",
+        "least mean of the last 15 latencies, or where it will be done first, by speeds that are learned.",
     )
     dummy_prefill: bool = Field(False, description="DistServe: skip the prefill call, to profile decode engines alone.")
     disable_cache_status: bool = Field(
@@ -243,7 +383,12 @@ class Settings(BaseSettings):
     api_keys: Keys = Field(
         (),
         description="Keys that clients of /v1 must send one of. "
-        "Better in the environment: flags are visible to every user of the host.",
+        "Better in the environment or a file: flags are visible to every user of the host. "
+        "sha256:HEX, the digest of a key, will do.",
+    )
+    api_keys_file: Annotated[FilePath, AfterValidator(_check_keys_file)] | None = Field(
+        None,
+        description="File with more of them, a key a line or with names and models; read again whenever it changes.",
     )
     ssl: bool = Field(
         False, description="Serve https; needs SSL_KEYFILE and SSL_CERTFILE, the paths of two readable PEM files."
@@ -308,22 +453,30 @@ class Settings(BaseSettings):
     trace_endpoint: Annotated[str, AfterValidator(_check_trace_endpoint)] | None = Field(
         None,
         description="OTLP/HTTP collector that gets a trace of each request, as http://HOST:4318; needs the extra "
-        "evenhand[otel]. OTEL_* variables say the rest. Not given: no traces; traceparent is passed on.",
+        "otel. OTEL_* variables say the rest. Not given: no traces; traceparent is passed on.",
     )
 
     # --- nodes ---------------------------------------------------------------------------------------
     nodes: NodeUrls = Field(
         (), description="Engines that always belong to the deployment; their models are asked from each."
     )
+    discover: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_check_discover)] = Field(
+        (),
+        description="Where nodes are listed that come and go by themselves: dns://HOST:PORT (A and AAAA records), "
+        "dns+srv://_SERVICE._tcp.HOST (SRV records), file:///PATH (YAML). docs/discovery.md has their options.",
+    )
     engine_key: Annotated[SecretStr, AfterValidator(_check_key)] | None = Field(
         None, description="API key sent to engines; a node may have its own, given when it is added."
     )
-    engine_certfile: FilePath | None = Field(
+    engine_ca_file: FilePath | None = Field(
         None,
-        description="PEM file with the certificate chain that https engines are shown, where they ask for one. "
-        "Whom to trust is OpenSSL's own business: SSL_CERT_FILE.",
+        description="PEM file with the authorities that https engines are trusted by, instead of the system's.",
     )
-    engine_keyfile: FilePath | None = Field(None, description="PEM file with the private key for --engine-certfile.")
+    engine_cert_file: FilePath | None = Field(
+        None,
+        description="PEM file with the certificate chain that https engines are shown, where they ask for one.",
+    )
+    engine_key_file: FilePath | None = Field(None, description="PEM file with the private key for --engine-cert-file.")
     forward_client_key: bool = Field(
         False, description="Pass a client's own key on to the engine. Off: a client's key never leaves here."
     )
@@ -362,6 +515,26 @@ class Settings(BaseSettings):
     )
     breaker_open_s: Wait = Field(
         10.0, description="Seconds of that while; twice as long each time in a row, at most 60. Then one trial."
+    )
+
+    # --- models --------------------------------------------------------------------------------------
+    alias: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_pairs), AfterValidator(_check_aliases)] = Field(
+        (),
+        description="Other names of models, NAME=MODEL; in the file a table, [aliases]. What a node has under that "
+        "name comes first.",
+    )
+    model_routing: Annotated[
+        tuple[str, ...],
+        NoDecode,
+        BeforeValidator(lambda value: _split_pairs(_strategies_of(value))),
+        AfterValidator(lambda value: _check_routing(value)),
+    ] = Field(
+        (),
+        description="Routing strategies of models that have one of their own, MODEL=STRATEGY; in the file "
+        '[models."MODEL"] routing-strategy = "STRATEGY".',
+    )
+    default_model: Annotated[str, AfterValidator(_check_model)] | None = Field(
+        None, description="Model of requests that name none. Not given: they are refused."
     )
 
     # --- encoders before them, as vLLM's encoder-disaggregation example names them ---------------------
@@ -439,10 +612,17 @@ class Settings(BaseSettings):
         description="Keys for /nodes/*, /distserve/*, /start_profile and /stop_profile; where there are none, "
         "the API keys count.",
     )
+    admin_keys_file: Annotated[FilePath, AfterValidator(_check_admin_keys_file)] | None = Field(
+        None, description="File with more admin keys, a key a line; read again whenever it changes."
+    )
     trusted_nodes: Networks = Field(
         ("127.0.0.0/8", "::1/128"),
         description="Networks from which nodes may register without a key; none = nobody. The address of the "
         "connection counts: behind a reverse proxy on this host everybody is loopback.",
+    )
+    cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_check_origins)] = Field(
+        (),
+        description="Origins of web pages that may call /v1, https://HOST[:PORT] each, or *; never with credentials.",
     )
     allow_transfer_params: bool = Field(
         False,
@@ -481,38 +661,118 @@ class Settings(BaseSettings):
         if self.ssl:
             files = {"SSL_KEYFILE": self.ssl_keyfile, "SSL_CERTFILE": self.ssl_certfile}
             load_tls_files("ssl", ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files)
-        if self.engine_certfile or self.engine_keyfile:
-            tls_towards_engines(self)
+        tls_towards_engines(self)
         return self
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Alias -> model."""
+        pairs = (item.partition("=") for item in self.alias)
+        return {name: model for name, _, model in pairs}
+
+    @property
+    def strategies(self) -> dict[str, str]:
+        """Model -> strategy, of those that have one of their own."""
+        pairs = (item.rpartition("=") for item in self.model_routing)
+        return {model: strategy for model, _, strategy in pairs}
 
     @property
     def prefill_disabled(self) -> bool:
         """Whether decode nodes prefill too, by the operator's word."""
         return self.prefill_servers_urls == ("disable",)
 
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What `discover` names."""
+        return tuple(map(parse_source, self.discover))
+
     @classmethod
     def load(cls, flags: Mapping[str, object] | None = None) -> Self:
-        """The settings from flags (by field name; None = not given), then environment, then defaults.
+        """The settings from flags (by field name; None = not given), then environment, file, defaults.
 
         Raises:
-            ConfigurationError: with one line that names the first wrong flag or variable.
+            WrongSettings: with a line for each flag, variable or member of the file that is wrong.
         """
-        given = {name: value for name, value in (flags or {}).items() if value is not None}
+        return cls.load_with_sources(flags)[0]
+
+    @classmethod
+    def load_with_sources(cls, flags: Mapping[str, object] | None = None) -> tuple[Self, dict[str, str]]:
+        """The same, and where each setting that is not left to its default comes from, by field."""
+        given: dict[str, Any] = {name: value for name, value in (flags or {}).items() if value is not None}
+        file = _file_of(given)
+        sources = sources_of(given, file)
+        from_file: dict[str, Any] = {}
+        faults: list[str] = []
+        if file is not None:
+            faults += file.faults
+            from_file = {name: value for name, value in file.values.items() if sources[name] == file.place(name)}
+        for name in [name for name, value in from_file.items() if _is_no_number(name, value)]:
+            del from_file[name]
+            faults.append(f"{_named(name, sources)}: must be {allowed(cls.model_fields[name])}, not true or false")
         try:
-            return cls(**given)  # type: ignore[arg-type]
+            settings = cls(**from_file, **given)
         except ValidationError as e:
-            raise ConfigurationError(_one_line(e.errors()[0], given)) from e
+            faults += dict.fromkeys(_one_line(error, sources) for error in e.errors())
+            raise WrongSettings(faults) from e
+        if faults:
+            raise WrongSettings(faults)
+        return settings, sources
 
     def environment(self) -> dict[str, str]:
         """The variables that make the same settings in a child process. They hold the keys: never log them."""
         return {f"{ENV_PREFIX}{name.upper()}": _as_text(name, getattr(self, name)) for name in type(self).model_fields}
 
 
-def source_of(name: str, flags: Mapping[str, object]) -> str | None:
-    """Where a setting comes from: its flag or a variable; None: it is the default."""
-    if flags.get(name) is not None:
-        return flag_of(name)
-    return next((variable for variable in variables_of(name) if os.environ.get(variable)), None)
+class WrongSettings(ConfigurationError):
+    """`lines`: one for each fault; the message is the first."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__(lines[0])
+        self.lines = list(lines)
+
+
+def sources_of(flags: Mapping[str, object], file: ConfigFile | None = None) -> dict[str, str]:
+    """Where each setting that is not left to its default comes from, by field: its flag, a variable, or the place
+    in the file."""
+    found: dict[str, str] = {}
+    for name in Settings.model_fields:
+        if flags.get(name) is not None:
+            found[name] = flag_of(name)
+        elif variable := next((v for v in variables_of(name) if os.environ.get(v)), None):
+            found[name] = variable
+        elif file is not None and name in file.values:
+            found[name] = file.place(name)
+    return found
+
+
+def is_of_file(source: str) -> bool:
+    """Whether what `sources_of` gave is a place in the file: its path is absolute."""
+    return source.startswith("/")
+
+
+def _file_of(flags: Mapping[str, object]) -> ConfigFile | None:
+    """The file, read; None: none is named, or it has been read by whoever handed us the settings."""
+    named = flags.get("config") or os.environ.get("EVENHAND_CONFIG")
+    if not named or SOURCES_VARIABLE in os.environ:
+        return None
+    return read_config(
+        _absolute(Path(str(named))), [name for name in Settings.model_fields if name != "config"], TABLES
+    )
+
+
+def warnings_of(settings: Settings, sources: Mapping[str, str]) -> list[str]:
+    """What is allowed and better not so, a line for each."""
+    secrets = [flag_of(name)[2:] for name, source in sources.items() if is_secret(name) and is_of_file(source)]
+    held = {settings.config: ", ".join(secrets)} if secrets else {}
+    for path in (settings.api_keys_file, settings.admin_keys_file):
+        with contextlib.suppress(ValueError):
+            if path is not None and any(key.plain for key in read_keys(path)):
+                held[path] = "keys"
+    return [
+        f"{path} holds {what} and every user of this host can read it: chmod o-r"
+        for path, what in held.items()
+        if path is not None and others_can_read(path)
+    ]
 
 
 def flag_of(name: str) -> str:
@@ -576,12 +836,26 @@ def tls_towards_engines(settings: Settings) -> ssl.SSLContext | None:
 
     Raises TlsFileError.
     """
-    if not (settings.engine_certfile or settings.engine_keyfile):
+    shows = bool(settings.engine_cert_file or settings.engine_key_file)
+    if not (shows or settings.engine_ca_file):
         return None  # not made for nothing: it takes a worker 40 ms
-    context = ssl.create_default_context()
-    files = {"--engine-keyfile": settings.engine_keyfile, "--engine-certfile": settings.engine_certfile}
-    load_tls_files("engine_certfile", context, files)
+    if settings.engine_ca_file:
+        context = trusting("engine_ca_file", settings.engine_ca_file)
+    else:
+        context = ssl.create_default_context()
+    if shows:
+        files = {"--engine-key-file": settings.engine_key_file, "--engine-cert-file": settings.engine_cert_file}
+        load_tls_files("engine_cert_file", context, files)
     return context
+
+
+def trusting(field: str, path: Path) -> ssl.SSLContext:
+    """A client's context that trusts the authorities in a PEM file, and nobody else. Raises TlsFileError."""
+    _check_readable(field, path)
+    try:
+        return ssl.create_default_context(cafile=path)
+    except (ssl.SSLError, OSError) as e:
+        raise TlsFileError(field, f"{path} is no PEM file with certificates: {e}") from e
 
 
 class TlsFileError(ValueError):
@@ -605,10 +879,7 @@ def load_tls_files(field: str, context: ssl.SSLContext, files: Mapping[str, Path
     for setting, path in files.items():
         if path is None:
             raise TlsFileError(field, f"needs {setting}: set it to the path of a PEM file")
-        try:
-            path.read_bytes()
-        except OSError as e:
-            raise TlsFileError(field, f"can't read {setting}: {path}: {e.strerror}") from e
+        _check_readable(field, path, setting)
     (key, keyfile), (chain, certfile) = files.items()
     assert keyfile is not None and certfile is not None
     try:
@@ -618,9 +889,18 @@ def load_tls_files(field: str, context: ssl.SSLContext, files: Mapping[str, Path
         raise TlsFileError(field, f"{key} {keyfile} and {chain} {certfile} are not a pair of PEM files: {e}") from e
 
 
+def _check_readable(field: str, path: Path, setting: str = "") -> None:
+    try:
+        path.read_bytes()
+    except OSError as e:
+        raise TlsFileError(field, f"can't read {setting + ': ' if setting else ''}{path}: {e.strerror}") from e
+
+
 def _as_text(name: str, value: Any) -> str:
     if isinstance(value, SecretStr):
         return value.get_secret_value()
+    if name in TABLES.values() and value:
+        return json.dumps(value)  # the name of a model may hold a space
     if isinstance(value, tuple):
         return " ".join(_as_text(name, item) for item in value) or ("none" if name == "trusted_nodes" else "")
     if isinstance(value, bool):
@@ -628,7 +908,7 @@ def _as_text(name: str, value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _one_line(error: ErrorDetails, flags: Mapping[str, object]) -> str:
+def _one_line(error: ErrorDetails, sources: Mapping[str, str]) -> str:
     name = _field_of(str(error["loc"][0])) if error["loc"] else error["ctx"]["error"].field
     if name is None:
         return f"{error['loc'][0]} is not a setting"
@@ -637,10 +917,17 @@ def _one_line(error: ErrorDetails, flags: Mapping[str, object]) -> str:
     if error["type"] == "value_error":
         text = str(error["ctx"]["error"])
     else:
-        text = f"must be {allowed(field)}" if allowed(field) else error["msg"]
+        text = f"must be {allowed(field) or KINDS.get(error['type'], '')}"
+        text = error["msg"] if text == "must be " else text
     shown = isinstance(error["input"], (str, int, float)) and not is_secret(name) and "@" not in str(error["input"])
-    value = f", not {error['input']!r}" if shown else ""
-    return " ".join(f"{_source_of(name, flags)}: {text}{value}".split())
+    shown = shown and not is_of_file(text)  # what is wrong is in the file that it names
+    value = f", not {error['input']!r}" if shown and not text.startswith("can't") else ""
+    return " ".join(f"{_named(name, sources)}: {text}{value}".split())
+
+
+def _is_no_number(name: str, value: object) -> bool:
+    """Whether it is a truth value for a number, which pydantic would take as 0 or 1."""
+    return isinstance(value, bool) and Settings.model_fields[name].annotation in (int, float)
 
 
 def _field_of(location: str) -> str | None:
@@ -650,5 +937,7 @@ def _field_of(location: str) -> str | None:
     return None
 
 
-def _source_of(name: str, flags: Mapping[str, object]) -> str:
-    return source_of(name, flags) or flag_of(name)
+def _named(name: str, sources: Mapping[str, str]) -> str:
+    """The setting as whoever gave it knows it."""
+    source = sources.get(name, flag_of(name))
+    return f"{source}: {name.replace('_', '-')}" if is_of_file(source) else source

@@ -32,8 +32,10 @@ example:
   evenhand top --redis-url redis://10.0.0.2:6379/0      without any worker
   evenhand top --once | head -20                        one picture, as where stdout is no terminal
 
-LOAD is unfinished against speed, the longest bar is the most loaded node's; LATENCY the last 15 answers, each against
-the slowest of them; 1MIN a node's share of the last minute's requests of its role. NO_COLOR is respected.
+LOAD is unfinished against speed, the longest bar is the most loaded node's; a split request counts as unfinished on
+each of its nodes. LATENCY is the last 15 answers, each against the slowest of them; 1MIN a node's share of what was
+given to its role in the last minute, retries too; given/min counts a split request where it ends. Decisions are a
+sample: at most 5 a second of each worker. NO_COLOR is respected.
 keys: q quits, s sorts the nodes by trouble, load, name
 """
 TICK_S = 0.2

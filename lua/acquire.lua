@@ -11,6 +11,7 @@
 -- KEYS[5]  latency_mean       HASH   url -> mean of the latency window, seconds
 -- KEYS[6]  explored           HASH   url -> explorations since its last success
 -- KEYS[7]  load_index         STRING name of the groups that load:<group> are; taken away
+-- KEYS[8+] learned            HASH   url -> learned speed; one key, for a policy that reads it
 -- ARGV[1]  worker             id
 -- ARGV[2]  generation         of the connection this call came over
 -- ARGV[3]  version            of the snapshot the candidates come from; '' = whatever it is now
@@ -22,7 +23,8 @@
 local unfinished, ledger, sessions, version_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local latency_mean, explored, load_index = KEYS[5], KEYS[6], KEYS[7]
 local worker, generation, version = ARGV[1], ARGV[2], ARGV[3]
-local FIRST = 4
+local FIRST, LEARNED, MANY = 4, 8, 32
+local learned = KEYS[LEARNED]
 
 local at_once = redis.call('MGET', version_key, load_index)
 local current, ordered = at_once[1] or '0', at_once[2]
@@ -33,10 +35,20 @@ if version ~= current and version ~= '' then
     return { 2, tonumber(current) or 0 }
 end
 
--- What stands at `key` for `size` urls from ARGV[first] on; nothing where the policy does not read it.
-local function read(key, wanted, first, size)
+-- What stands at `key` for `size` urls from ARGV[first] on; nothing where the policy does not read it. `whole`: of a
+-- large pool by way of all that stands there, as a hash of that size is a list that HMGET goes through for each url.
+local function read(key, wanted, first, size, whole)
     if not wanted then
         return nil
+    elseif whole and size > MANY then
+        local all, by, values = redis.call('HGETALL', key), {}, {}
+        for i = 1, #all, 2 do
+            by[all[i]] = all[i + 1]
+        end
+        for i = 1, size do
+            values[i] = by[ARGV[first + i - 1]]
+        end
+        return values
     elseif size <= 500 then
         return redis.call('HMGET', key, unpack(ARGV, first, first + size - 1))
     end
@@ -64,8 +76,9 @@ while at <= #ARGV do
     local counts = read(unfinished, READS_UNFINISHED, urls + 1, size)
     local means = read(latency_mean, READS_LATENCY, urls + 1, size)
     local tries = read(explored, READS_LATENCY, urls + 1, size)
+    local by = read(learned, READS_LEARNED, urls + 1, size, true)
     local draw, chance = tonumber(ARGV[draws + 1]), tonumber(ARGV[draws + 2])
-    local index, exploring = choose(size, ARGV, speeds, counts, means, tries, draw, chance)
+    local index, exploring = choose(size, ARGV, speeds, counts, means, tries, draw, chance, by)
     local url = ARGV[urls + index]
     redis.call('HINCRBY', unfinished, url, 1)
     redis.call('HINCRBY', ledger, url, 1)

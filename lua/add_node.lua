@@ -1,5 +1,6 @@
 -- add_node: register a node or update its registration; running counts are never touched, and a node
--- that was named statically stays so when its engine registers itself.
+-- that was named statically stays so when its engine registers itself. A source (`--discover`) touches no
+-- node but its own.
 --
 -- KEYS[1]  nodes              SET    node URLs
 -- KEYS[2]  node:<url>         HASH   what is known of the node
@@ -8,12 +9,16 @@
 -- KEYS[5]  failures           HASH   url -> failures in a row
 -- ARGV[1]  url                node
 -- ARGV[2]  key                of the engine; '' leaves what is there (engines register without one)
--- ARGV[3+] field, value       what the registration says
--- RETURN   {code, version}    code: 0 new, 9 updated
+-- ARGV[3]  source             the source that lists it, '' = a call or a setting: from now on it is theirs
+-- ARGV[4+] field, value       what the registration says
+-- RETURN   {code, version}    code: 0 new, 9 updated, 7 not the source's
 -- COST     O(fields)          CALLER app/store/registry.py
 local nodes, node, version_key, engine_keys, failures = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local url, key = ARGV[1], ARGV[2]
+local url, key, source = ARGV[1], ARGV[2], ARGV[3]
 
+if source ~= '' and redis.call('EXISTS', node) == 1 and redis.call('HGET', node, 'source') ~= source then
+    return { 7, tonumber(redis.call('GET', version_key) or '0') or 0 }
+end
 local now = redis.call('TIME')
 local now_ms = string.format('%.0f', now[1] * 1000 + math.floor(now[2] / 1000))
 local version = redis.call('INCR', version_key)
@@ -30,7 +35,7 @@ redis.call('DEL', node)
 redis.call('HDEL', failures, url)
 redis.call('HSET', node, 'order', order, 'registered_at_ms', first_at_ms, 'state_since_ms', now_ms,
     'incarnation', version, 'life', version)
-for i = 3, #ARGV, 2 do
+for i = 4, #ARGV, 2 do
     redis.call('HSET', node, ARGV[i], ARGV[i + 1])
 end
 if static then
@@ -38,5 +43,7 @@ if static then
 end
 if key ~= '' then
     redis.call('HSET', engine_keys, url, key)
+elseif source ~= '' then
+    redis.call('HDEL', engine_keys, url) -- a source says all there is
 end
 return { known and 9 or 0, version }

@@ -12,6 +12,8 @@
 -- KEYS[9]  unfinished         HASH   url -> total over all workers
 -- KEYS[10] stages:<url>       HASH   stage times of split requests
 -- KEYS[11] failures           HASH   url -> failures in a row
+-- KEYS[12] learned            HASH   url -> learned speed
+-- KEYS[13] learning:<url>     HASH   what its learned speed is made of
 -- ARGV[1]  url                node
 -- ARGV[2]  when               'now'; 'drained': only a draining node with nothing running, or past
 --                             its deadline; else an incarnation: only if it is still that one
@@ -19,7 +21,7 @@
 -- COST     O(1)               CALLER app/store/registry.py, workers/reaper.py
 local nodes, node, version_key, engine_keys = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local window_key, latency_mean, explored, last_success, unfinished = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local stages, failures = KEYS[10], KEYS[11]
+local stages, failures, learned, learning = KEYS[10], KEYS[11], KEYS[12], KEYS[13]
 local url, when = ARGV[1], ARGV[2]
 
 local version = tonumber(redis.call('GET', version_key) or '0') or 0
@@ -44,6 +46,7 @@ redis.call('HDEL', latency_mean, url)
 redis.call('HDEL', explored, url)
 redis.call('HDEL', last_success, url)
 redis.call('HDEL', failures, url)
-redis.call('DEL', node, window_key, stages)
+redis.call('HDEL', learned, url)
+redis.call('DEL', node, window_key, stages, learning)
 redis.call('SREM', nodes, url)
 return { 0, version }

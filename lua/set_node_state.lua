@@ -33,10 +33,11 @@ local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
 local changed = false
 if before ~= state then
     redis.call('HSET', node, 'state', state, 'state_since_ms', string.format('%.0f', now_ms))
-    -- An engine that registers itself does so when it starts. One that was named by hand and comes back may
+    -- An engine that registers itself does so when it starts. One that was named otherwise and comes back may
     -- have restarted: what others held of it, links above all, is void.
     local by_hand = redis.call('HGET', node, 'static') == '1' or redis.call('HGET', node, 'asked') == '1'
-    if by_hand and state == 'ready' and (before == 'down' or before == 'gone') then
+    local listed = (redis.call('HGET', node, 'source') or '') ~= ''
+    if (by_hand or listed) and state == 'ready' and (before == 'down' or before == 'gone') then
         redis.call('HSET', node, 'life', version + 1)
     end
     changed = true

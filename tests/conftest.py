@@ -27,6 +27,7 @@ FIRST = [
     "integration/test_pd_common.py",
     "store/test_healing.py",
     "integration/test_two_masters.py",
+    "integration/test_discovery.py",
     "integration/test_distserve_links.py",
     "integration/test_pd_failures.py",
     "integration/test_serving.py",

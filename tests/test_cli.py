@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.server
 import json
 import os
@@ -23,7 +24,8 @@ import pytest
 
 from app import __version__, cli, nodes_command
 from app.settings import Settings, flag_of
-from tests.support.process import Process
+from tests.support.process import Process, children
+from tests.support.process import command as command_of
 from tests.support.wait import eventually
 from workers.endpoint import Endpoint
 from workers.greeting import greeting
@@ -83,7 +85,7 @@ def test_flags_of_serve_become_settings() -> None:
         ("--versoin serve", "evenhand: unknown: --versoin; did you mean --version?"),
         ("--bogus", "evenhand: unknown: --bogus"),
         ("sevre --workers 2", "evenhand: unknown command: sevre; did you mean serve?"),
-        ("status", "evenhand: unknown command: status; there are serve, nodes, top, explain, check, engine"),
+        ("status", "evenhand: unknown command: status; there are serve, config, nodes, top, explain, check, engine"),
         ("nodes lst", "evenhand nodes: unknown verb: lst; did you mean list?"),
         ("nodes destroy http://a", "evenhand nodes: unknown verb: destroy; there are list, add, remove, drain"),
         ("nodes add http://a --modles m", "evenhand nodes: unknown: --modles m; did you mean --models?"),
@@ -355,7 +357,7 @@ def test_the_greetings_commands_have_what_they_need(flags: dict[str, Any], optio
     settings = Settings.load({"redis_url": "redis://r", **flags})
     text = greeting("http://127.0.0.1:8000", settings, [], None, embedded=False)
     assert f"nodes add http://HOST:PORT{options}    #" in text and f"nodes list{options}\n" in text
-    assert f" top{options}\n" in text
+    assert f" top{options}    # in a browser: http://127.0.0.1:8000/dashboard\n" in text
     assert "--role" not in text and "hush" not in text
 
 
@@ -374,14 +376,14 @@ def test_the_greeting_names_the_roles_where_prefill_and_decode_are_separate(prot
 
 
 def test_serve_tells_of_settings_that_change_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.supervisor.serve", lambda settings, *, sources, simulate: 0)
     assert run("serve", "--pd-protocol", "nixl", "--dummy-prefill") == 0
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("evenhand serve: --pd-protocol, --dummy-prefill have no effect without --serving-strategy")
     assert run("serve", "--serving-strategy", "DistServe", "--pd-protocol", "mooncake", "--dummy-prefill") == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("evenhand serve: --dummy-prefill can't be used with --pd-protocol mooncake")
 
 
@@ -440,7 +442,8 @@ def test_serve_greets_with_commands_that_work_and_ctrl_c_ends_all(state_dir: Pat
 
         eventually(lambda: served.states() == ["ready", "ready"], within_s=10)
         static = "http://127.0.0.1:9"
-        assert "Added" in served.nodes("add", static, "--models", "other")
+        assert "Added" in served.nodes("add", static, "--models", "other", "--host-header", "Engine.example:80")
+        assert json.loads(served.nodes("list", "--json"))[static]["host_header"] == "engine.example:80"
         assert static in served.nodes("list")
 
         second = Served(state_dir, tmp_path / "log2", "--workers", "1")
@@ -495,3 +498,90 @@ def processes_with(text: str) -> dict[int, str]:
 def listens(url: str) -> bool:
     with socket.socket() as sock:
         return sock.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) == 0
+
+
+@pytest.mark.timeout(60)
+def test_simulated_engines_are_registered_where_nobody_is_trusted_without_a_key(
+    state_dir: Path, tmp_path: Path
+) -> None:
+    flags = ["--simulate", "1", "--workers", "1", "--admin-keys", "hush", "--trusted-nodes", "none"]
+    served = Served(state_dir, tmp_path / "log", *flags)
+    try:
+        assert "refused" not in served.process.log() and "hush" not in served.process.log()
+        assert "its network must be in --trusted-nodes" in served.greeting
+        assert "Not ready" not in served.greeting
+        served.stop()
+    finally:
+        served.process.kill()
+
+
+@pytest.mark.timeout(60)
+def test_every_line_of_stderr_is_json_where_that_is_asked_for(state_dir: Path, tmp_path: Path) -> None:
+    words = ["--server-name", "127.0.0.1", "--server-port", "0", "--state-dir", str(state_dir), "--workers", "1"]
+    words += ["--log-format", "json", "--log-level", "INFO", "--link-type", "IB", "--log-sample", "0.5"]
+    with (tmp_path / "err").open("wb") as err, (tmp_path / "out").open("wb") as out:
+        process = subprocess.Popen(
+            [*EVENHAND, "serve", *words, "--simulate", "1"],
+            stdout=out,
+            stderr=err,
+            cwd=ROOT,
+            env={**os.environ, "EVENHAND_WORKRS": "3"},
+        )
+        try:
+            eventually(lambda: "Ctrl-C stops" in (tmp_path / "out").read_text(), within_s=30)
+            engine = next(pid for pid in children(process.pid) if " engine " in command_of(pid))
+            os.kill(engine, signal.SIGKILL)
+            eventually(lambda: "simulated engine" in (tmp_path / "err").read_text(), within_s=5)
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(20)
+    lines = [json.loads(line) for line in (tmp_path / "err").read_text().splitlines()]
+    said = " ".join(line["message"] for line in lines)
+    for words_ in (
+        "EVENHAND_WORKRS",
+        "--link-type has no effect",
+        "--log-sample has no effect",
+        "the simulated engine",
+    ):
+        assert words_ in said
+    assert all(set(line) >= {"time", "level", "pid", "logger", "message"} for line in lines)
+
+
+@pytest.mark.timeout(60)
+def test_the_greeting_waits_a_moment_for_the_nodes_that_are_named(state_dir: Path, tmp_path: Path) -> None:
+    engine = Process([*EVENHAND, "engine", "--model", "m"], log_file=tmp_path / "engine", cwd=ROOT)
+    try:
+        url = eventually(lambda: re.search(r"http://\S+", engine.log()), within_s=10)[0]
+        served = Served(state_dir, tmp_path / "log", "--workers", "1", "--nodes", url)
+        try:
+            assert "Not ready" not in served.greeting and '"model": "m"' in served.greeting
+            served.stop()
+        finally:
+            served.process.kill()
+    finally:
+        engine.kill()
+
+
+@pytest.mark.timeout(60)
+def test_dead_workers_are_replaced_and_the_end_comes_though_nobody_reads_stderr(
+    state_dir: Path, tmp_path: Path
+) -> None:
+    words = ["--server-name", "127.0.0.1", "--server-port", "0", "--state-dir", str(state_dir), "--workers", "1"]
+    read_end, write_end = os.pipe()
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(write_end, b"x" * 4096)  # full
+    with (tmp_path / "out").open("wb") as out:
+        process = subprocess.Popen([*EVENHAND, "serve", *words], stdout=out, stderr=write_end, cwd=ROOT)
+    os.close(write_end)
+    try:
+        eventually(lambda: "Ctrl-C stops" in (tmp_path / "out").read_text(), within_s=30)
+        master = next(pid for pid in children(process.pid) if "gunicorn" in command_of(pid))
+        (worker,) = children(master)
+        os.kill(worker, signal.SIGKILL)
+        eventually(lambda: (now := children(master)) and worker not in now, within_s=10)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        os.close(read_end)
+        process.kill()
+        process.wait()

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import BadRequest
-from app.nodes import Node, Role, State, normalise_url, parse_models, parse_role, parse_speed
+from app.nodes import (
+    Node,
+    Role,
+    State,
+    about_itself,
+    normalise_url,
+    parse_host_header,
+    parse_models,
+    parse_role,
+    parse_speed,
+)
 from app.upstream.transport import Target
 
 
@@ -277,3 +287,62 @@ def test_an_ipv6_address_has_one_spelling() -> None:
     assert normalise_url("http://[0:0:0:0:0:0:0:1]:8000") == "http://[::1]:8000"
     with pytest.raises(BadRequest):
         normalise_url("http://[v1.a]:8000")
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("engine http://a:1 refused the connection", "refused the connection"),
+        ("engine http://a:1: its host name can't be resolved", "its host name can't be resolved"),
+        ("the answer of engine http://a:1 was closed before its end", "the answer was closed before its end"),
+        ("it is down: engine http://a:1: TLS failed", "it is down: TLS failed"),
+        ("engine http://a:12 refused the connection", "engine http://a:12 refused the connection"),
+        ("http://a:1/health is gone", "http://a:1/health is gone"),
+        ("", ""),
+    ],
+)
+def test_what_is_said_of_a_node_does_not_name_it_again(text: str, left: str) -> None:
+    assert about_itself(text, "http://a:1") == left
+
+
+@pytest.mark.parametrize(
+    ("value", "spelt"),
+    [
+        (None, ""),
+        ("", ""),
+        ("Engine.Example.", "engine.example"),
+        ("engine:8000", "engine:8000"),
+        ("engine:443", "engine:443"),
+        ("10.0.0.5", "10.0.0.5"),
+        ("[2001:DB8::0:1]:80", "[2001:db8::1]:80"),
+    ],
+)
+def test_a_host_header_has_one_spelling(value: object, spelt: str) -> None:
+    assert parse_host_header(value) == spelt
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "http://a",
+        "a/b",
+        "a b",
+        "a\r\nx: y",
+        "u@a",
+        "a:",
+        "a:0",
+        "a:65536",
+        "a:x",
+        "a..b",
+        ":80",
+        "[::1",
+        "a?",
+        7,
+        [],
+        "ä",
+    ],
+)
+def test_what_is_no_host_header_is_refused(value: object) -> None:
+    with pytest.raises(BadRequest, match="status.host_header must be HOST or HOST:PORT") as caught:
+        parse_host_header(value, field="status.host_header")
+    assert caught.value.param == "status.host_header"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import ssl
 from pathlib import Path
 
 import pytest
 import trustme
 
 from app.errors import ConfigurationError
-from app.settings import Settings, flag_of, misspelt_variables, variables_of
+from app.settings import Settings, flag_of, misspelt_variables, tls_towards_engines, variables_of
 
 # The flags of `lmdeploy serve proxy` and their defaults (source: lmdeploy/cli/serve.py, 0.18.0).
 LMDEPLOY_DEFAULTS = {
@@ -139,7 +140,8 @@ def test_sizes_have_decimal_and_binary_suffixes(text: str, size: int) -> None:
         ({"lease_s": "inf"}, "--lease-s: must be a number of at least 2, not 'inf'"),
         (
             {"routing_strategy": "round_robin"},
-            "--routing-strategy: must be one of min_expected_latency, random, min_observed_latency, not 'round_robin'",
+            "--routing-strategy: must be one of min_expected_latency, random, min_observed_latency, "
+            "least_expected_delay, not 'round_robin'",
         ),
         ({"serving_strategy": "hybrid"}, "--serving-strategy: must be one of Hybrid, DistServe, not 'hybrid'"),
         ({"nodes": ["ftp://a"]}, "--nodes: a node URL must start with http:// or https://, not 'ftp://a'"),
@@ -310,14 +312,29 @@ def test_what_engines_are_shown_is_a_pair_of_files(tmp_path: Path) -> None:
     key, chain = tmp_path / "key.pem", tmp_path / "chain.pem"
     certificate.private_key_pem.write_to_path(key)
     certificate.cert_chain_pems[0].write_to_path(chain)
-    both = {"engine_keyfile": key, "engine_certfile": chain}
+    both = {"engine_key_file": key, "engine_cert_file": chain}
     settings = Settings.load(both)
-    assert (settings.engine_keyfile, settings.engine_certfile) == (key, chain)
-    for lacking, name in (("engine_keyfile", "--engine-keyfile"), ("engine_certfile", "--engine-certfile")):
+    assert (settings.engine_key_file, settings.engine_cert_file) == (key, chain)
+    for lacking, name in (("engine_key_file", "--engine-key-file"), ("engine_cert_file", "--engine-cert-file")):
         one = {field: path for field, path in both.items() if field != lacking}
         assert complaint(one).endswith(f"needs {name}: set it to the path of a PEM file")
     chain.write_text("no certificate")
     assert "are not a pair of PEM files" in complaint(both)
+
+
+def test_whom_engines_are_trusted_by_is_a_file_with_certificates(tmp_path: Path) -> None:
+    path = tmp_path / "ca.pem"
+    said = complaint({"engine_ca_file": str(path)})
+    assert said == f"--engine-ca-file: can't read {path}: No such file or directory"
+    assert complaint({"engine_ca_file": str(tmp_path)}).endswith(f"can't read {tmp_path}: Is a directory")
+    path.write_text("no certificate")
+    assert complaint({"engine_ca_file": str(path)}).startswith(f"--engine-ca-file: {path} is no PEM file with cert")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(path)
+    context = tls_towards_engines(Settings.load({"engine_ca_file": str(path)}))
+    assert context is not None and context.verify_mode is ssl.CERT_REQUIRED and context.check_hostname
+    assert len(context.get_ca_certs()) == 1, "and by nobody else"
+    assert tls_towards_engines(Settings.load()) is None
 
 
 def test_variables_that_are_no_setting_are_told_with_the_nearest_that_is_and_without_their_value() -> None:
@@ -353,3 +370,17 @@ def test_variables_that_are_no_setting_are_told_with_the_nearest_that_is_and_wit
 def test_a_port_that_no_kubernetes_set_is_told() -> None:
     (line,) = misspelt_variables({"EVENHAND_PORT": "9000"})
     assert "EVENHAND_PORT is no setting" in line and "9000" not in line
+
+
+def test_an_empty_path_is_refused_and_not_taken_for_the_working_directory() -> None:
+    with pytest.raises(ConfigurationError, match="--state-dir: must be a path; an empty one"):
+        Settings.load({"state_dir": ""})
+
+
+def test_what_traces_need_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError) as caught:
+        Settings.load({"trace_endpoint": "http://h:4318"})
+    assert caught.value.message == (
+        "--trace-endpoint: can't be used without the extra otel: pip install '.[otel]' where `pip install .` was"
+    )

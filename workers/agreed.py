@@ -16,4 +16,3 @@ MASTER_MARGIN_S = LAST_WORDS_S + CANCEL_WAIT_S + LIFESPAN_SHUTDOWN_S + 2.0
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGQUIT, signal.SIGINT)  # blocked by the master over the fork
 READY_FD_VARIABLE = "EVENHAND_READY_FD"
-SOURCES_VARIABLE = "EVENHAND_SOURCES"  # where each setting comes from: JSON, field -> flag or variable

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from app.access_keys import access_key
 from app.nodes import Role
 from app.settings import Settings
 
@@ -26,8 +27,9 @@ class Endpoint:
         host = ANY_HOST.get(settings.server_name, settings.server_name)
         host = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if settings.ssl else 'http'}://{host}:{settings.server_port}"
-        self._client_keys = settings.api_keys
-        self._admin_keys = settings.admin_keys or settings.api_keys
+        # Those of files are not looked at, and a digest is no key: then only trusted hosts' calls get through.
+        self._client_keys = _plain(settings.api_keys)
+        self._admin_keys = _plain(settings.admin_keys or settings.api_keys)
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         if settings.ssl:
             # It is ourselves: our own certificate, whoever signed it, and whatever name it is for.
@@ -89,6 +91,10 @@ class Endpoint:
             request.add_header("Authorization", f"Bearer {keys[0].get_secret_value()}")
         with self._opener.open(request, timeout=TIMEOUT_S) as answer:
             return json.loads(answer.read())
+
+
+def _plain(keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+    return tuple(key for key in keys if access_key(key.get_secret_value()).plain)
 
 
 def _message(body: bytes) -> str:

@@ -38,7 +38,8 @@ def greeting(
     """
     command = own_command()
     curl = "curl" + (f" --cacert {shlex.quote(str(settings.ssl_certfile))}" if settings.ssl else "")
-    key = ' -H "Authorization: Bearer $API_KEY"' if settings.api_keys else ""
+    for_clients = settings.api_keys or settings.api_keys_file
+    key = ' -H "Authorization: Bearer $API_KEY"' if for_clients else ""
     if models:
         body = {"model": models[0], "messages": [{"role": "user", "content": "Hello"}], "stream": True}
         attempt = [
@@ -48,7 +49,7 @@ def greeting(
     else:
         attempt = [f"  {curl} {shlex.quote(url + '/v1/models')}{key}"]
     to_us = "" if url == "http://127.0.0.1:8000" else f" --url {shlex.quote(url)}"
-    to_us += " --admin-key KEY" if (settings.admin_keys or settings.api_keys) and not _trusted(url, settings) else ""
+    to_us += " --admin-key KEY" if has_keys(settings) and not trusts(url, settings) else ""
     lines = [
         f"Evenhand {__version__} serves {url} with {settings.workers} worker"
         f"{'' if settings.workers == 1 else 's'} (docs page: {url}/)",
@@ -58,10 +59,10 @@ def greeting(
         "Try it:",
         *attempt,
         "Add engines:",
-        *_adding(f"{command} nodes add http://HOST:PORT", to_us, url, Topology.of(settings)),
+        *_adding(f"{command} nodes add http://HOST:PORT", to_us, url, settings),
         "Look at the state:",
         f"  {command} nodes list{to_us}",
-        f"  {command} top{to_us}",
+        f"  {command} top{to_us}    # in a browser: {url}/dashboard",
         f"  {redis_command(settings)} hgetall 'evenhand:{{{settings.namespace}}}:unfinished'",
     ]
     if embedded:
@@ -70,19 +71,26 @@ def greeting(
     return "\n".join([*lines, "Ctrl-C stops all of it.", ""])
 
 
-def _adding(add: str, to_us: str, url: str, topology: Topology) -> list[str]:
+def _adding(add: str, to_us: str, url: str, settings: Settings) -> list[str]:
+    topology = Topology.of(settings)
     register = "  lmdeploy serve api_server MODEL --server-name HOST --proxy-url"
+    keyless = "    # it sends no key: its network must be in --trusted-nodes" if has_keys(settings) else ""
     if not topology.split:
-        return [f"{register} {url}", f"  {add}{to_us}    # any OpenAI-compatible engine that runs"]
+        return [f"{register} {url}{keyless}", f"  {add}{to_us}    # any OpenAI-compatible engine that runs"]
     roles = ["Prefill", "Decode"]
-    by_itself = [f"{register} {url} --backend pytorch --role {role}" for role in roles]
+    by_itself = [f"{register} {url} --backend pytorch --role {role}{keyless}" for role in roles]
     return [
         *(by_itself if topology.protocol == "lmdeploy" else []),
         *(f"  {add} --role {role}{to_us}    # one that runs" for role in roles),
     ]
 
 
-def _trusted(url: str, settings: Settings) -> bool:
+def has_keys(settings: Settings) -> bool:
+    """Whether some calls need one."""
+    return bool(settings.admin_keys or settings.admin_keys_file or settings.api_keys or settings.api_keys_file)
+
+
+def trusts(url: str, settings: Settings) -> bool:
     """Whether who calls `url` from this host needs no key."""
     try:
         address = ip_address(urlsplit(url).hostname or "")

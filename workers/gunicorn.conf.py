@@ -29,9 +29,9 @@ import app.main
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
 from app.metrics.files import DIRECTORY_VARIABLE, MetricsDirectory
-from app.settings import Settings, misspelt_variables
+from app.settings import misspelt_variables, warnings_of
 from workers.agreed import MASTER_MARGIN_S, READY_FD_VARIABLE
-from workers.in_force import read_sources, say_in_force
+from workers.in_force import load_for_master, say_in_force
 from workers.logs import logging_config, write_behind
 from workers.master import Master
 from workers.processes import die_with_parent
@@ -44,16 +44,13 @@ _MANY_FILES = 2**20
 _STUCK_S = 60
 
 try:
-    _settings = Settings.load()
+    _settings, _sources, _ignored = load_for_master(os.environ)
     if _settings.redis_url is None:
         raise ConfigurationError("EVENHAND_REDIS_URL is not set; `evenhand serve` would start an embedded Redis")
     Topology.of(_settings)
 except ConfigurationError as _e:
     sys.exit(f"gunicorn.conf.py: {_e.message}")
 gunicorn.app.base.Arbiter = Master  # there is no setting for it
-_sources = read_sources(os.environ)
-# Paths become absolute before gunicorn changes the directory, and the workers read the same again.
-os.environ.update(_settings.environment())
 
 chdir = str(_ROOT)
 wsgi_app = "app.main:app"
@@ -86,7 +83,7 @@ def on_starting(server: Any) -> None:
     server.metrics = MetricsDirectory.make()
     os.environ[DIRECTORY_VARIABLE] = str(server.metrics.path)
     if READY_FD_VARIABLE not in os.environ:  # else `evenhand serve` has said it
-        for line in misspelt_variables(os.environ):
+        for line in [*misspelt_variables(os.environ), *warnings_of(_settings, _sources)]:
             server.log.warning(line)
     say_in_force(_settings, _sources)
     if _settings.disable_cache_status:
@@ -112,6 +109,12 @@ def on_starting(server: Any) -> None:
             soft,
             raised,
         )
+
+
+def on_reload(server: Any) -> None:
+    for line in _ignored:
+        server.log.warning(line)
+    say_in_force(_settings, _sources)
 
 
 def pre_fork(server: Any, worker: Any) -> None:

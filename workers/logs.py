@@ -17,6 +17,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from app.lines import ProcessorFormatter, structlog
+from workers.processes import write_unless_full
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, WrappedLogger
@@ -73,7 +74,8 @@ def _as_json(logger: WrappedLogger, method: str, event: EventDict) -> str:
 
 
 class Stderr(logging.Handler):
-    """Whole lines to stderr, each in one write. `write_behind`: from now on by a thread, and never waited for."""
+    """Lines to stderr, never waited for. Before `write_behind` they are written at once or lost: the master, which has
+    no thread, must go on replacing workers whoever reads what it says. From then on a thread writes them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +97,11 @@ class Stderr(logging.Handler):
             self.handleError(record)
             return
         if self._lines is None:
-            _write(line)
+            # The last one may have been cut short.
+            if self._lost and write_unless_full(STDERR, b"\n" + self._told_lost()):
+                self._lost = 0
+            if self._lost or not write_unless_full(STDERR, line):
+                self._lost += 1
             return
         try:
             self._lines.put_nowait(line)
@@ -113,8 +119,11 @@ class Stderr(logging.Handler):
             _write(lines.get())
             lines.task_done()
             if self._lost:
-                lost, self._lost = self._lost, 0
-                _write(self._bytes_of(_words("%d log lines were lost: nobody read stderr", lost)))
+                told, self._lost = self._told_lost(), 0
+                _write(told)
+
+    def _told_lost(self) -> bytes:
+        return self._bytes_of(_words("%d log lines were lost: nobody read stderr", self._lost))
 
     def _bytes_of(self, record: logging.LogRecord) -> bytes:
         return f"{self.format(record)}\n".encode("utf-8", "backslashreplace")

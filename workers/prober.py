@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
@@ -109,8 +109,11 @@ def verdict(node: Node, record: Record, finding: Finding, rules: Rules, *, busy:
     return None
 
 
-def expired(node: Node, rules: Rules, now_ms: int) -> State | None:
-    """GONE where `node` has been away for longer than the heart-beat expiration; never a static one."""
+def expired(node: Node, rules: Rules, now_ms: int, read: Collection[str] = ()) -> State | None:
+    """GONE where `node` has been away for longer than the heart-beat expiration; never a static one, nor one of a
+    source that somebody reads: `read`."""
+    if node.source in read:
+        return None
     away_ms = now_ms - node.state_since_ms
     if node.state in (State.DOWN, State.PENDING) and not node.static and away_ms > rules.heartbeat_expiration_s * 1000:
         return State.GONE
@@ -200,6 +203,7 @@ class Prober:
         nodes = registry.snapshot.nodes
         for url in self._records.keys() - nodes.keys():
             self._forget(url)
+        read = await self._sources_read()
         for node in nodes.values():
             if node.state == State.DRAINING:
                 # Past its end the script removes it, whoever needs it still.
@@ -211,7 +215,7 @@ class Prober:
             if node.state == State.GONE and now_ms - node.state_since_ms > self._rules.forget_after_s * 1000:
                 await registry.remove(node.url, when=str(node.incarnation))
                 continue
-            state = expired(node, self._rules, now_ms)
+            state = expired(node, self._rules, now_ms, read)
             if state is not None:
                 await self._write(node, state, node.reason)
                 continue
@@ -219,6 +223,15 @@ class Prober:
             if node.breaker == Breaker.OPEN and node.breaker_until_ms <= now_ms:
                 await registry.move_breaker(node.url, "half_open")
             self._start_if_due(node, now_s, now_ms)
+
+    async def _sources_read(self) -> set[str]:
+        """The sources that a worker follows just now. The nodes of one that no settings name any more are as if
+        registered by a call."""
+        sources = list({node.source for node in self._registry.snapshot.nodes.values() if node.source})
+        if not sources:
+            return set()
+        holders = await self._registry.redis.mget(map(self._keys.discovering, sources))
+        return {source for source, holder in zip(sources, holders, strict=True) if holder is not None}
 
     async def _recount(self) -> None:
         keys = self._keys

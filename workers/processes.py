@@ -6,10 +6,13 @@ Owns the two or three system calls for it; knows no Redis, no gunicorn and no se
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent  # where `app` and `workers` are imported from
@@ -39,6 +42,36 @@ def child_setup(signum: signal.Signals = signal.SIGTERM) -> Callable[[], None]:
         die_with_parent(parent_pid, signum)
 
     return prepare
+
+
+def write_unless_full(fd: int, data: bytes) -> bool:
+    """False: not all of it was taken at once. A pipe that can be written has room for PIPE_BUF bytes (pipe(7))."""
+    ready = select.poll()
+    ready.register(fd, select.POLLOUT)
+    try:
+        while data:
+            if not ready.poll(0):
+                return False
+            data = data[os.write(fd, data[: select.PIPE_BUF]) :]
+    except OSError:
+        pass  # closed: there is no other place to say it
+    return True
+
+
+def say(text: str) -> None:
+    """On stdout of a process that must go on whoever reads it."""
+    write_unless_full(1, f"{text}\n".encode("utf-8", "backslashreplace"))
+
+
+def warn(text: str, log_format: str) -> None:
+    """A line on stderr of a process that has no log of its own, in the form of those beside it."""
+    if log_format == "json":
+        moment = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line = {"time": moment, "level": "WARNING", "pid": os.getpid(), "logger": "evenhand.serve", "message": text}
+        told = json.dumps(line)
+    else:
+        told = f"evenhand serve: {text}"
+    write_unless_full(2, f"{told}\n".encode("utf-8", "backslashreplace"))
 
 
 def python_command(module: str) -> list[str]:

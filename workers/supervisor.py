@@ -21,23 +21,23 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
-from app.settings import Settings
-from workers.agreed import MASTER_MARGIN_S, READY_FD_VARIABLE, SOURCES_VARIABLE
+from app.settings import SOURCES_VARIABLE, Settings
+from workers.agreed import MASTER_MARGIN_S, READY_FD_VARIABLE
 from workers.embedded_redis import EmbeddedRedis, EmbeddedRedisError
 from workers.endpoint import Endpoint
-from workers.greeting import greeting
-from workers.processes import ROOT, child_setup, python_command, python_environment
+from workers.greeting import greeting, has_keys, trusts
+from workers.processes import ROOT, child_setup, python_command, python_environment, say, warn
 
 SIMULATED_MODEL = "sim"
 TICK_S = 1.0
 STARTING_TICK_S = 0.05
 REGISTER_WITHIN_S = 5.0
+NAMED_WITHIN_S = 2.0
 ENGINES_END_WITHIN_S = 5.0
 FORWARDED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGTTIN, signal.SIGTTOU)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD, *FORWARDED)
@@ -60,7 +60,7 @@ def serve(settings: Settings, *, sources: Mapping[str, str], simulate: int = 0) 
     try:
         joined = redis.join()
         if joined:
-            print(f"joining the embedded Redis that runs in {redis.directory}", flush=True)
+            say(f"joining the embedded Redis that runs in {redis.directory}")
         settings, sources = settings.model_copy(update={"redis_url": redis.url}), {**sources, "redis_url": "embedded"}
         return Supervisor(settings, redis, simulate, sources).run()
     except EmbeddedRedisError as e:
@@ -107,6 +107,7 @@ class Supervisor:
         self._ready_fd = -1
         self._next_step: Callable[[], bool] | None = self._workers_ready
         self._engines_started = 0.0
+        self._greet_by_s = 0.0
         self._engines_added = False
         self._stops = 0
         self._kill_at = 0.0
@@ -129,7 +130,7 @@ class Supervisor:
             self._end_all()
         code = self._gunicorn.returncode
         if self._stops == 0:
-            print(f"evenhand serve: gunicorn ended by itself ({code}); see the log above", file=sys.stderr)
+            self._warn(f"gunicorn ended by itself ({code}); see the log above")
             return code if code > 0 else 1
         return 0
 
@@ -179,7 +180,7 @@ class Supervisor:
         if self._stops == 1 and signum != signal.SIGQUIT:
             grace_s = self._settings.grace_s
             self._kill_at = time.monotonic() + grace_s + MASTER_MARGIN_S + TICK_S
-            print(f"\nstopping: running requests have {grace_s:g} s; once more ends them now", flush=True)
+            say(f"\nstopping: running requests have {grace_s:g} s; once more ends them now")
             for url in self._engines:  # the registry outlives them; what runs on them goes on
                 self._endpoint.remove_node(url)
             self._gunicorn.send_signal(signal.SIGTERM)
@@ -194,10 +195,10 @@ class Supervisor:
             try:
                 self._redis.watch()
             except (EmbeddedRedisError, OSError) as e:
-                print(f"evenhand serve: the embedded Redis can't be started again: {e}", file=sys.stderr)
+                self._warn(f"the embedded Redis can't be started again: {e}")
         for url in [url for url, engine in self._engines.items() if engine.poll() is not None]:
             code = self._engines.pop(url).returncode
-            print(f"evenhand serve: the simulated engine {url} ended ({code})", file=sys.stderr)
+            self._warn(f"the simulated engine {url} ended ({code})")
         if self._next_step is not None and self._next_step():
             self._next_step = None
         if self._stops and time.monotonic() >= self._kill_at:
@@ -211,8 +212,9 @@ class Supervisor:
         if not ready:
             return True  # gunicorn is gone
         if not self._simulate:
-            self._greet()
-            return True
+            self._next_step = self._named_ready
+            self._greet_by_s = time.monotonic() + (NAMED_WITHIN_S if self._names_nodes else 0.0)
+            return False
         for _ in range(self._simulate):
             self._start_engine()
         self._engines_started = time.monotonic()
@@ -221,8 +223,7 @@ class Supervisor:
 
     def _engines_registered(self) -> bool:
         waited_s = time.monotonic() - self._engines_started
-        # Over TLS they would need our certificate, from an address that is not trusted a key: then it is ours to do.
-        if not self._engines_added and waited_s > (0.0 if self._settings.ssl else REGISTER_WITHIN_S):
+        if not self._engines_added and waited_s > (REGISTER_WITHIN_S if self._engines_register else 0.0):
             self._engines_added = True
             if not self._endpoint.models():
                 for url in self._engines:
@@ -231,6 +232,28 @@ class Supervisor:
             return False
         self._greet()
         return True
+
+    @property
+    def _engines_register(self) -> bool:
+        """Whether the simulated engines can do it: over TLS they would need our certificate, from an address that is
+        not trusted a key. Else it is ours to do."""
+        settings = self._settings
+        return not settings.ssl and (not has_keys(settings) or trusts(self._endpoint.url, settings))
+
+    @property
+    def _names_nodes(self) -> bool:
+        named = self._settings
+        return bool(named.nodes or named.encode_servers_urls or named.prefill_servers_urls or named.decode_servers_urls)
+
+    def _named_ready(self) -> bool:
+        """The nodes that the settings name are there from the start: a moment later the greeting can tell of them."""
+        if time.monotonic() < self._greet_by_s and self._endpoint.trouble() is not None:
+            return False
+        self._greet()
+        return True
+
+    def _warn(self, text: str) -> None:
+        warn(text, self._settings.log_format)
 
     def _greet(self) -> None:
         trouble = self._endpoint.trouble()
@@ -245,12 +268,12 @@ class Supervisor:
             embedded=self._redis is not None,
             unused=unused,
         )
-        print(text, flush=True)
+        say(text)
 
     def _start_engine(self) -> None:
         port = free_port("127.0.0.1", 0)
         options = ["--port", str(port), "--model", SIMULATED_MODEL]
-        if not self._settings.ssl:
+        if self._engines_register:
             options += ["--proxy-url", self._endpoint.url]
         self._engines[f"http://127.0.0.1:{port}"] = subprocess.Popen(
             [*python_command("app.cli"), "engine", *options],

@@ -11,13 +11,14 @@ class Candidate(NamedTuple):
 
     `speed` > 0 is already resolved (see `store.snapshot.effective_speeds`); `mean_latency_s` is the
     mean of the latency window, None without history; `explored` counts the explorations since the
-    last success.
+    last success. `learned` > 0 is its learned speed, None where it has none.
     """
 
     speed: float
     unfinished: int
     mean_latency_s: float | None = None
     explored: int = 0
+    learned: float | None = None
 
 
 class Weighing(NamedTuple):

@@ -24,7 +24,7 @@ def choose(candidates: Sequence[Candidate], draws: tuple[float, float]) -> tuple
     least unfinished / speed. Twin: lua/policies/min_observed_latency.lua."""
     fresh, best, idle = [], [], []
     least = load = math.inf
-    for index, (speed, unfinished, mean_latency_s, explored) in enumerate(candidates):
+    for index, (speed, unfinished, mean_latency_s, explored, _) in enumerate(candidates):
         if mean_latency_s is not None:
             if mean_latency_s < least:
                 least, best = mean_latency_s, [index]

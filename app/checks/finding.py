@@ -26,8 +26,9 @@ class Finding:
     mend: str = ""
 
 
-def ok(check: str, says: str, mend: str = "") -> Finding:
-    return Finding(check, Level.OK, says, mend)
+def ok(check: str, says: str) -> Finding:
+    """What is well needs no advice."""
+    return Finding(check, Level.OK, says)
 
 
 def warn(check: str, says: str, mend: str) -> Finding:

@@ -145,7 +145,7 @@ def _wrong_types(space: Keyspace, keys: Keys) -> Finding:
 def _unknown(space: Keyspace, keys: Keys) -> Finding:
     known = {value for value in vars(keys).values() if isinstance(value, str)}
     families = {name("").removeprefix(keys.prefix) for name in (keys.node, keys.ledger, keys.handing, keys.latency)}
-    families |= {keys.stages("").removeprefix(keys.prefix), GROUP}
+    families |= {keys.stages("").removeprefix(keys.prefix), keys.discovering("").removeprefix(keys.prefix), GROUP}
     unknown = [
         name
         for key in space.types

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from app.checks.finding import Finding, bad, named, ok, warn
-from app.nodes import Breaker, State
-from app.terminal.words import count, reason_of
+from app.nodes import Breaker, State, about_itself
+from app.terminal.words import count
 
 TOLD = 20
 
@@ -55,7 +55,7 @@ def judge(state: Mapping[str, Any], asked: Mapping[str, str] | None = None) -> I
 
 
 def _trouble(node: Mapping[str, Any], asked: Mapping[str, str] | None) -> Finding | None:
-    url, state, reason = node["url"], node["state"], reason_of(node["reason"], node["url"])
+    url, state, reason = node["url"], node["state"], about_itself(node["reason"], node["url"])
     seen = asked.get(url) if asked is not None else None
     says = f"{url} is {state}" + (f": {reason}" if reason else "")
     if state in MEND:
@@ -156,8 +156,7 @@ def _models(state: Mapping[str, Any]) -> Iterator[Finding]:
     if hoping:
         yield warn("nodes.models", f"models with pending nodes only, used as a last resort: {named(hoping)}", mend)
     if single:
-        says = f"served by one node only: {named(dict.fromkeys(single))}"
-        yield ok("nodes.models", says, "with a second node nothing would fail when one does")
+        yield ok("nodes.models", f"served by one node only: {named(dict.fromkeys(single))}")
     if not lacking and not hoping and not single:
         yield ok("nodes.models", "every model has two ready nodes or more")
 

@@ -28,8 +28,7 @@ def judge(state: Mapping[str, Any]) -> Iterator[Finding]:
         )
         return
     if len(alive) == 1:
-        says = "1 worker"
-        yield ok("workers.number", says, "one a core is a good start; with two, one serves while the other is replaced")
+        yield ok("workers.number", "1 worker")
     else:
         yield ok("workers.number", f"{len(alive)} workers, {_hosts(alive)}")
     yield from _leases(workers)

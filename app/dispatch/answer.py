@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from app.dispatch.breakers import speaks_against
+from app.dispatch.work import work_of
 from app.errors import Headers, UpstreamError
 from app.store.ledger import Ticket
 from app.upstream.transport import Drain, Response, Sink, Upload, pipe, whole
@@ -104,10 +105,13 @@ class Begun:
 class Answer:
     """An engine's answer whose head has come. Whoever holds it must `close` it: that gives the counts back.
 
-    `broke` is told of a node whose answer ends before its end.
+    `broke` is told of a node whose answer ends before its end. `request_bytes`: of the body that it answers; None where
+    its time says nothing of the node. `tokens`: what the answer has, as far as whoever relays it has seen.
     """
 
-    __slots__ = ("_broke", "_broken", "_closed", "_response", "_tickets", "headers", "status", "url")
+    __slots__ = (
+        "_broke", "_broken", "_closed", "_request_bytes", "_response", "_tickets", "headers", "status", "tokens", "url"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -115,8 +119,12 @@ class Answer:
         url: str,
         tickets: Sequence[Ticket],
         broke: Broke | None = None,
+        *,
+        request_bytes: int | None = None,
     ) -> None:
         self.url = url
+        self.tokens = 0.0
+        self._request_bytes = request_bytes
         self._broke = broke
         self._broken = False
         self._closed = False
@@ -162,11 +170,12 @@ class Answer:
         # What speaks against the node was counted when the head came: the release must not take it back.
         failed = self._broken or (self.status >= 500 and speaks_against(self.status))
         answered = outcome is not Outcome.ABORTED and not failed
+        work = None if self._request_bytes is None else work_of(self._request_bytes, self.tokens)
         try:
             self._response.close()
         finally:
             for ticket in self._tickets:
-                ticket.release(succeeded=outcome is Outcome.OK, answered=answered)
+                ticket.release(succeeded=outcome is Outcome.OK, answered=answered, work=work)
 
 
 class Held(Protocol):

@@ -186,10 +186,11 @@ class Caller:
 
     def _target(self, url: str) -> Target:
         target = self._targets.get(url)
-        if target is None:
+        named = self._registry.snapshot.host_header(url)
+        if target is None or target.named != named:
             if len(self._targets) > 2 * len(self._registry.snapshot.nodes) + 16:
                 self._targets.clear()
-            target = self._targets[url] = Target(url)
+            target = self._targets[url] = Target(url, named)
         return target
 
 

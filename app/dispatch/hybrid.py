@@ -157,12 +157,15 @@ class HeldNode:
 
     async def send(self, request: EngineRequest) -> Answer:
         url = self.ticket.url
+        self.ticket.begin()
         try:
             response = await self.caller.send(url, request)
         except BaseException:
             self.give_back()
             raise
-        return Answer(response, url, (self.ticket,), self.caller.broke)
+        # A form's time is its client's: how fast it was sent.
+        sized = len(request.body) if request.upload is None else None
+        return Answer(response, url, (self.ticket,), self.caller.broke, request_bytes=sized)
 
     def give_back(self) -> None:
         self.ticket.release(succeeded=False)

@@ -14,6 +14,7 @@ from app.dispatch.answer import Answer
 from app.dispatch.breakers import speaks_against
 from app.dispatch.hybrid import untried
 from app.dispatch.retries import Retries
+from app.dispatch.work import work_of
 from app.errors import Headers, ModelNotFound, NoNodeAvailable
 from app.nodes import Role
 from app.store.handing import Handing
@@ -36,6 +37,7 @@ class Pair:
         retries: Retries,
     ) -> None:
         self.retries = retries
+        self.prefill_work: float | None = None  # known with the request
         self.prefill = prefill
         self.decode = decode
         self._model = model
@@ -78,11 +80,18 @@ class Pair:
             return False
         return True
 
+    def begin(self, request_bytes: int) -> None:
+        """The request goes out, and has a body of so many bytes."""
+        self.prefill_work = work_of(request_bytes, 1)
+        self.prefill.begin()
+        self.decode.begin()
+
     def hand_over(self) -> None:
         """Prefill's answer is complete. Its count goes back; its node is needed until `handed_over`."""
         self._handed = self.prefill.url, self.decode.url
         self._handing.begin(*self._handed)  # first: a drain must not see the node without either
-        self.prefill.release(succeeded=True)
+        self.prefill.release(succeeded=True, work=self.prefill_work)
+        self.decode.begin()
 
     def handed_over(self) -> None:
         """Decode has the cache, or won't fetch it. Once or not at all, whatever was called before."""

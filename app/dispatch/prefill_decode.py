@@ -127,6 +127,7 @@ class HeldPair:
         return self.pair.decode.url
 
     async def send(self, request: EngineRequest) -> Answer:
+        self.pair.begin(len(request.body))
         try:
             return await self.protocol.run(self.pair, request)
         except BaseException:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from app.discovery.sources import DnsSource
 from app.dispatch.consumers import Consumers
 from app.errors import BadRequest, ConfigurationError
 from app.nodes import Role
@@ -93,7 +94,7 @@ class Topology:
             raise ConfigurationError(
                 f"--dummy-prefill can't be used with --pd-protocol {protocol}; it is for --pd-protocol lmdeploy"
             )
-        return cls(
+        topology = cls(
             split,
             protocol,
             bool(settings.encode_servers_urls),
@@ -101,6 +102,13 @@ class Topology:
             fallback=split and settings.prefill_fallback,
             named=named,
         )
+        for source in settings.sources:
+            if isinstance(source, DnsSource):
+                try:
+                    topology.check(source.role)
+                except BadRequest as e:
+                    raise ConfigurationError(f"--discover: {source.name}: ?role={source.role.name}: {e.message}") from e
+        return topology
 
     def check(self, role: Role, *, field: str = "status.role") -> None:
         """Raises BadRequest for a role that this deployment can't use."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -33,7 +32,18 @@ from app.errors import (
 )
 from app.http.answers import json_object
 from app.http.ports import Engines, NodeRegistry
-from app.nodes import Node, Role, State, normalise_url, parse_models, parse_role, parse_speed
+from app.nodes import (
+    Node,
+    Role,
+    State,
+    normalise_url,
+    parse_host_header,
+    parse_key,
+    parse_models,
+    parse_port,
+    parse_role,
+    parse_speed,
+)
 
 CALLS_AT_ONCE = 16
 """Bound on engines that are being terminated, or profiled, at the same time."""
@@ -41,7 +51,6 @@ MAX_DRAIN_S = 7 * 86400
 
 T = TypeVar("T")
 
-_KEY = re.compile(r"[\x21-\x7e]{1,4096}").fullmatch
 _YES = frozenset(("1", "true", "yes", "on"))
 _NO = frozenset(("0", "false", "no", "off"))
 
@@ -56,10 +65,11 @@ class Registration:
     speed: float | None
     key: str | None
     bootstrap_port: int | None
+    host_header: str
 
 
 def parse_registration(body: dict[str, Any], known: Node | None) -> Registration:
-    """Read a registration; role and speed that it does not give stay as they are `known`.
+    """Read a registration; what it does not give, of role, speed, port and host header, stays as it is `known`.
 
     So an engine that registers again after a restart does not wipe out the speed that its operator
     gave, and a change of speed alone does not turn a prefill node into a hybrid one.
@@ -76,32 +86,17 @@ def parse_registration(body: dict[str, Any], known: Node | None) -> Registration
     role, models, speed = status.get("role"), status.get("models"), status.get("speed")
     given_models = parse_models(models, field="status.models")
     given_speed = parse_speed(speed, field="status.speed")
+    given_port = parse_port(status.get("bootstrap_port"), field="status.bootstrap_port")
+    given_host = parse_host_header(status.get("host_header"), field="status.host_header")
     return Registration(
         url=url,
         role=parse_role(role, field="status.role") if role is not None else known.role if known else Role.Hybrid,
         models=given_models or None,
         speed=given_speed if given_speed is not None else known.speed if known else None,
         key=parse_key(body.get("key")),
-        bootstrap_port=parse_port(status.get("bootstrap_port"), known),
+        bootstrap_port=given_port if given_port is not None or known is None else known.bootstrap_port,
+        host_header=given_host if status.get("host_header") is not None or known is None else known.host_header,
     )
-
-
-def parse_port(value: object, known: Node | None) -> int | None:
-    """The port of a prefill node's bootstrap server; as it is known where it is not given."""
-    if value is None:
-        return known.bootstrap_port if known else None
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 65535:
-        return value
-    raise BadRequest("status.bootstrap_port must be a whole number from 1 to 65535", param="status.bootstrap_port")
-
-
-def parse_key(value: object) -> str | None:
-    """A key for the engine: it travels in a header, so it must be visible ASCII."""
-    if value is None or value == "":
-        return None
-    if not isinstance(value, str) or not _KEY(value):
-        raise BadRequest("key must be a string of 1 to 4096 visible ASCII characters", param="key")
-    return value
 
 
 def parse_flag(value: object, *, field: str) -> bool:
@@ -167,6 +162,8 @@ class Admin:
                     "role_name": entry.node.role.name,
                     "static": entry.node.static,
                     "bootstrap_port": entry.node.bootstrap_port,
+                    "host_header": entry.node.host_header or None,
+                    "source": entry.node.source or None,
                     "stages": entry.stages,
                     "registered_at_ms": entry.node.registered_at_ms,
                     "state_since_ms": entry.node.state_since_ms,
@@ -196,6 +193,7 @@ class Admin:
             key=wanted.key,
             asked=asked,
             bootstrap_port=wanted.bootstrap_port,
+            host_header=wanted.host_header,
         )
         return JSONResponse("Added successfully")
 
@@ -277,10 +275,11 @@ class Admin:
     async def _ask_models(self, wanted: Registration) -> tuple[str, ...]:
         key = wanted.key or self._key_of(wanted.url)
         try:
-            return await self._engines.models(wanted.url, key)
+            return await self._engines.models(wanted.url, key, host_header=wanted.host_header)
         except UpstreamError as e:
-            # One status and code for every way to fail, as LMDeploy has; its words behind what happened.
-            text = f"{e.message}{_hint(wanted.url, e)}. Failed to get response after a period of time"
+            # One status and code for every way to fail, as LMDeploy has. Its words stand behind what happened, as
+            # the code's name: the engine may well have answered at once.
+            text = f"{e.message}{_hint(wanted.url, e)} (10402: Failed to get response after a period of time)"
             raise EngineTimeout(text, stage="models") from e
 
     async def _terminate(self, url: str) -> None:

@@ -1,7 +1,7 @@
 """Who may do what: clients' API keys, admin keys, and the networks that engines register from.
 
-Owns the rules; it must not know routes. Keys are compared as bytes and in constant time, against all
-of them, so that neither the place of a wrong character nor the place of a key in the list shows.
+Owns the rules; it must not know routes. A key that was sent is hashed once, and the digest is compared in constant
+time with all that there are, so that neither a wrong character nor a key's place in the list shows.
 
 Only the address of the connection counts as a peer's, never X-Forwarded-For, which anybody can write.
 """
@@ -13,7 +13,8 @@ import ipaddress
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
-from app.errors import Forbidden, Unauthorized
+from app.access_keys import AccessKey, KeyRing, digest_of
+from app.errors import Forbidden, ModelNotFound, Unauthorized
 
 HeaderPairs = Iterable[tuple[bytes, bytes]]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -23,33 +24,38 @@ class Authority:
     """Decides from headers and peer address; raises where the answer is no.
 
     Args:
-        admin_keys: where there are none, the API keys count as admin keys.
+        keys: where there are no admin keys, the API keys for all models count as such.
         trusted_networks: CIDRs whose hosts may use admin routes without a key.
     """
 
-    def __init__(self, *, api_keys: Iterable[str], admin_keys: Iterable[str], trusted_networks: Iterable[str]) -> None:
-        self._api_keys = tuple(key.encode() for key in api_keys)
-        self._admin_keys = tuple(key.encode() for key in admin_keys) or self._api_keys
+    def __init__(self, keys: KeyRing, *, trusted_networks: Iterable[str]) -> None:
+        self._keys = keys
+        self._asks = keys.asks_for_keys
         self._trusted: tuple[Network, ...] = tuple(ipaddress.ip_network(net, strict=False) for net in trusted_networks)
 
     def __repr__(self) -> str:
-        keys = f"api_keys={len(self._api_keys)} admin_keys={len(self._admin_keys)}"
-        return f"<Authority {keys} trusted={[str(net) for net in self._trusted]}>"
+        return f"<Authority {self._keys!r} trusted={[str(net) for net in self._trusted]}>"
 
-    def check_client(self, headers: HeaderPairs) -> None:
-        """Raises Unauthorized, unless there are no API keys or the request has one of them."""
-        if not self._api_keys:
-            return
+    @property
+    def _admin_keys(self) -> tuple[AccessKey, ...]:
+        return self._keys.admin or tuple(key for key in self._keys.api if key.models is None)
+
+    def check_client(self, headers: HeaderPairs) -> AccessKey | None:
+        """The key of the request; None: there are none, so none is needed. Raises Unauthorized."""
+        if not self._asks:
+            return None
         token = _bearer(headers)
         if token is None:
             raise Unauthorized("This needs an API key: send `Authorization: Bearer <key>`.")
-        if not _among(token, self._api_keys):
+        key = _among(token, self._keys.api)
+        if key is None:
             raise Unauthorized("The API key is wrong.")
+        return key
 
     def check_reader(self, headers: HeaderPairs, peer: str | None) -> None:
         """For what shows the deployment and changes nothing: open where there are no keys at all, else as
         `check_admin`."""
-        if self._admin_keys:
+        if self._asks or self._keys.admin:
             self.check_admin(headers, peer)
 
     def check_admin(self, headers: HeaderPairs, peer: str | None) -> None:
@@ -65,18 +71,19 @@ class Authority:
         """
         headers = list(headers)
         token = _bearer(headers)
-        if token is not None and _among(token, self._admin_keys):
+        admin_keys = self._admin_keys
+        if token is not None and _among(token, admin_keys):
             return
         if self._trusts(peer) and not _from_foreign_page(headers):
             return
-        if not self._admin_keys:
+        if not admin_keys:
             raise Forbidden(
                 "This is for trusted hosts (--trusted-nodes) or an admin key, "
                 "and no admin key is configured (--admin-keys)."
             )
         if token is None:
             raise Unauthorized("This needs an admin key: send `Authorization: Bearer <key>`.")
-        if _among(token, self._api_keys):
+        if _among(token, self._keys.api):
             raise Forbidden("This needs an admin key; an API key is not enough.")
         raise Unauthorized("The admin key is wrong.")
 
@@ -94,11 +101,27 @@ def _bearer(headers: HeaderPairs) -> bytes | None:
     return None
 
 
-def _among(token: bytes, keys: tuple[bytes, ...]) -> bool:
-    found = False
+def _among(token: bytes, keys: tuple[AccessKey, ...]) -> AccessKey | None:
+    digest, found = digest_of(token), None
     for key in keys:
-        found |= hmac.compare_digest(token, key)
+        if hmac.compare_digest(digest, key.digest):
+            found = key
     return found
+
+
+def check_model(key: AccessKey, asked: str, *names: str) -> None:
+    """Raises ModelNotFound, unless the key may ask for the model that has these names beside the `asked` one.
+
+    The same answer whether there is such a model or not: who may not use it doesn't learn of it, nor of its name where
+    the request `asked` for none.
+    """
+    if not key.may_use(asked, *names):
+        if not asked:
+            raise ModelNotFound(
+                "The request does not name a model, and this key may not use the one that it would go to.",
+                param="model",
+            )
+        raise ModelNotFound(f"The model {asked[:200]!r} does not exist, or this key may not use it.", param="model")
 
 
 def _address(peer: str | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -39,21 +39,40 @@ class Form:
     `model` is None until its field is complete. Later fields are looked at as well: what is refused must not get
     through behind bytes that have gone on already.
 
+    Args:
+        nameless: it need not name a model; then `end` returns "", and the field may be empty.
+
     Raises:
         BadRequest: the Content-Type has no boundary, or two.
     """
 
-    __slots__ = ("_allow", "_delimiter", "_left", "_parts", "_value", "_where", "model")
+    __slots__ = (
+        "_allow",
+        "_delimiter",
+        "_fed",
+        "_first",
+        "_left",
+        "_nameless",
+        "_parts",
+        "_span",
+        "_value",
+        "_where",
+        "model",
+    )
 
-    def __init__(self, content_type: bytes, *, allow_transfer_params: bool) -> None:
+    def __init__(self, content_type: bytes, *, allow_transfer_params: bool, nameless: bool = False) -> None:
         form = _FORM(content_type)
         boundary = _parameters(form[1]).get(b"boundary") if form is not None else None
         if not boundary or len(boundary) > MAX_BOUNDARY_BYTES:
             raise BadRequest("The Content-Type of a form must have one boundary")
         self.model: str | None = None
         self._allow = allow_transfer_params
+        self._nameless = nameless
         self._delimiter = b"\r\n--" + boundary
         self._left = b"\r\n"  # the first delimiter may be the first line
+        self._fed = -2  # where in the form `_left` begins
+        self._first = 0  # where the first part's boundary begins
+        self._span = (0, 0)  # of the model's value
         self._where = _CONTENT  # of what stands before the first part
         self._parts = 0
         self._value: bytearray | None = None  # of the model, while it comes
@@ -74,7 +93,7 @@ class Form:
                 at = till
                 if end < 0:
                     break
-                self._end_part()
+                self._end_part(self._fed + end)
                 at += len(self._delimiter)
                 self._where = _BOUNDARY
             elif self._where == _BOUNDARY:
@@ -97,6 +116,7 @@ class Form:
             else:
                 return  # no parser reads what follows
         self._left = data[at:]
+        self._fed += at
 
     def end(self) -> str:
         """All has been fed. Returns the model; raises BadRequest: it is not complete, or names none."""
@@ -104,8 +124,19 @@ class Form:
             missing = "is not complete" if self._parts else "has no boundary in the request body"
             raise BadRequest(f"The form {missing}")
         if self.model is None:
-            raise BadRequest("The form does not name a model", param="model")
+            if not self._nameless:
+                raise BadRequest("The form does not name a model", param="model")
+            self.model = ""
         return self.model
+
+    def swap(self, model: str) -> tuple[int, int, bytes]:
+        """(start, end, instead): what of the form is to be replaced, so that it names `model` and is otherwise the
+        same byte for byte. Only once its own `model` is known."""
+        start, end = self._span
+        if start:
+            return start, end, model.encode()
+        part = b'%b\r\nContent-Disposition: form-data; name="model"\r\n\r\n%b\r\n'
+        return self._first, self._first, part % (self._delimiter[2:], model.encode())
 
     def _begin_part(self, head: bytes) -> None:
         self._parts += 1
@@ -125,7 +156,9 @@ class Form:
         if len(self._value) > MAX_MODEL_BYTES:
             raise BadRequest("The form's model is too long", param="model")
 
-    def _end_part(self) -> None:
+    def _end_part(self, at: int) -> None:
+        if not self._parts:
+            self._first = at + 2
         value, self._value = self._value, None
         if value is None:
             return
@@ -133,19 +166,32 @@ class Form:
             self.model = value.decode()
         except UnicodeDecodeError as e:
             raise BadRequest("model must be UTF-8", param="model") from e
-        if not self.model:
+        if not self.model and not self._nameless:
             raise BadRequest("The form does not name a model", param="model")
+        self._span = (at - len(value), at)
 
 
-def model_of_form(content_type: bytes, body: bytes, *, allow_transfer_params: bool) -> str:
+def model_of_form(content_type: bytes, body: bytes, *, allow_transfer_params: bool, nameless: bool = False) -> str:
     """The value of the form's `model` field.
+
+    Args:
+        nameless: it need not have one; then it is "".
 
     Raises:
         BadRequest: no valid form, no model or two, or an internal field.
     """
-    form = Form(content_type, allow_transfer_params=allow_transfer_params)
+    form = Form(content_type, allow_transfer_params=allow_transfer_params, nameless=nameless)
     form.feed(body)
     return form.end()
+
+
+def renamed_form(content_type: bytes, body: bytes, model: str) -> bytes:
+    """A form that `model_of_form` has taken with another model in it, all else byte for byte."""
+    form = Form(content_type, allow_transfer_params=True, nameless=True)
+    form.feed(body)
+    form.end()
+    start, end, instead = form.swap(model)
+    return b"%b%b%b" % (body[:start], instead, body[end:])
 
 
 def _name_of(head: bytes) -> str:

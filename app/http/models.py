@@ -14,15 +14,23 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from app.access_keys import AccessKey
 from app.dispatch.topology import Topology
 from app.errors import BadRequest, ModelNotFound, NoNodeAvailable
+from app.http.names import Names
 from app.http.ports import NodeRegistry, SnapshotView
 
 
-def model_card(model: str, created_s: int) -> dict[str, Any]:
-    """One entry of the list. `created_s`: when the first node with this model was registered."""
+def model_card(model: str, created_s: int, name: str | None = None) -> dict[str, Any]:
+    """One entry of the list.
+
+    Args:
+        created_s: when the first node with this model was registered.
+        name: of an alias for it.
+    """
+    name = model if name is None else name
     return {
-        "id": model,
+        "id": name,
         "object": "model",
         "created": created_s,
         "owned_by": "lmdeploy",
@@ -30,7 +38,7 @@ def model_card(model: str, created_s: int) -> dict[str, Any]:
         "parent": None,
         "permission": [
             {
-                "id": "modelperm-" + hashlib.sha256(model.encode("utf-8", "surrogatepass")).hexdigest()[:22],
+                "id": "modelperm-" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:22],
                 "object": "model_permission",
                 "created": created_s,
                 "allow_create_engine": False,
@@ -75,19 +83,31 @@ class OnlyModel:
 
 
 class Models:
-    """The endpoints. They answer from the worker's snapshot and never wait for Redis."""
+    """The endpoints. They answer from the worker's snapshot and never wait for Redis. A key sees what it may use."""
 
-    def __init__(self, registry: NodeRegistry) -> None:
+    def __init__(self, registry: NodeRegistry, names: Names | None = None) -> None:
         self._registry = registry
+        self._names = names
 
     async def list(self, request: Request) -> Response:
-        snapshot = self._registry.snapshot
-        cards = [model_card(model, created_s(snapshot, model)) for model in snapshot.models()]
-        return JSONResponse({"object": "list", "data": cards})
+        return JSONResponse({"object": "list", "data": [*self._cards(request).values()]})
 
     async def one(self, request: Request) -> Response:
         model = request.path_params["model"]
-        snapshot = self._registry.snapshot
-        if model not in snapshot.models():
+        card = self._cards(request).get(model)
+        if card is None:
             raise ModelNotFound(f"The model {model[:200]!r} does not exist.", param="model")
-        return JSONResponse(model_card(model, created_s(snapshot, model)))
+        return JSONResponse(card)
+
+    def _cards(self, request: Request) -> dict[str, dict[str, Any]]:
+        """By name: the models, then the aliases of models that are there."""
+        key: AccessKey | None = request.state.key
+        snapshot = self._registry.snapshot
+        models = snapshot.models()
+        aliases = self._names.aliases() if self._names is not None else ()
+        named = [*((model, model) for model in models), *(pair for pair in aliases if pair[1] in models)]
+        return {
+            name: model_card(model, created_s(snapshot, model), name)
+            for name, model in named
+            if key is None or key.may_use(name, model)
+        }

@@ -686,6 +686,12 @@ def _schemas() -> Schema:
                         "nullable": True,
                         "description": "mooncake, sglang: of a prefill node's bootstrap server; else --bootstrap-port.",
                     },
+                    host_header={
+                        "type": "string",
+                        "nullable": True,
+                        "description": "HOST or HOST:PORT that the node is sent as Host instead of its URL's, and for "
+                        "https the name that its certificate must have. Empty: the URL's again.",
+                    },
                 ),
                 "nullable": True,
             },
@@ -707,6 +713,12 @@ def _schemas() -> Schema:
             reason={"type": "string", "description": "Why it is in this state."},
             role_name={"type": "string", "enum": [role.name for role in Role]},
             bootstrap_port={"type": "integer", "nullable": True, "description": "null: --bootstrap-port."},
+            host_header={"type": "string", "nullable": True, "description": "null: that of the URL."},
+            source={
+                "type": "string",
+                "nullable": True,
+                "description": "The --discover that it comes from; null: registered by a call or a setting.",
+            },
             stages={
                 "type": "object",
                 "additionalProperties": _object(
@@ -774,8 +786,8 @@ def _documents() -> Schema:
                     unfinished=count,
                     failures={**count, "description": "In a row."},
                     latency_s={**listed(seconds), "maxItems": 15, "description": "The oldest first."},
-                    requests={**count, "description": "Of the last minute."},
-                    share={**ratio, "description": "Of the last minute's requests of its role."},
+                    requests={**count, "description": "Given to it in the last minute, retries too."},
+                    share={**ratio, "description": "Of what was given to its role in the last minute."},
                 )
             ),
             workers=listed(
@@ -823,6 +835,7 @@ def _documents() -> Schema:
         "Explanation": whole(
             model=text,
             strategy=strategies,
+            redis=whole(up={"type": "boolean"}, reason=perhaps(text)),
             rule={**text, "description": "What the strategy does, in words."},
             choices=listed(
                 whole(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import islice
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -41,6 +42,11 @@ SECOND_OPINION_BYTES = 2**20
 """The standard library builds every object of a body; on a large one that would stop the worker for seconds."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]").search
 
+_NAMES = re.compile(rb'"model"[ \t\r\n]*:[ \t\r\n]*("[^"\\]*(?:\\.[^"\\]*)*")').finditer
+"""Members called so, at any depth; inside of a text a quote has a backslash before it."""
+NAMES_TRIED = 4
+"""Each try is another look at the whole body."""
+
 INTERNAL = _Peek.__struct_fields__[2:]
 _NOTHING = (UNSET,) * (len(INTERNAL) + 1)
 
@@ -48,11 +54,14 @@ _peek = msgspec.json.Decoder(_Peek).decode
 _members = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
-def peek(body: bytes, *, allow_transfer_params: bool, unnamed: bool = False) -> tuple[str, bytes]:
+def peek(
+    body: bytes, *, allow_transfer_params: bool, unnamed: bool = False, nameless: bool = False
+) -> tuple[str, bytes]:
     """The model that `body` names, and the body to forward.
 
     Args:
-        unnamed: whether it may name none (leave it out, or null); then "" is given.
+        unnamed: whether it may leave the model out, or have null for it; then "" is given.
+        nameless: as `unnamed`, and the name may be empty too.
 
     Raises:
         BadRequest: no JSON object, no model, or an internal field that is not null.
@@ -67,11 +76,42 @@ def peek(body: bytes, *, allow_transfer_params: bool, unnamed: bool = False) -> 
         found = _second_opinion(body, e)
     except RecursionError as e:
         raise BadRequest("The request body is nested too deeply") from e
-    if not found.model and (not unnamed or found.model == ""):
+    if not found.model and not nameless and (not unnamed or found.model == ""):
         raise BadRequest("The request does not name a model", param="model")
     if not allow_transfer_params and msgspec.structs.astuple(found)[1:] != _NOTHING:
         body = _without_internal(found, body)
     return found.model or "", body
+
+
+def renamed(body: bytes, model: str) -> bytes:
+    """A body that `peek` has taken with another model in it, all else byte for byte.
+
+    Where the name is written so that it isn't found at once (escaped, or behind many others called "model" further
+    inside) the top level is written anew, its other values byte for byte.
+    """
+    value = msgspec.json.encode(model)
+    if _model_of(body) is UNSET:
+        opened = body.index(b"{") + 1
+        comma = b"" if body[opened:].lstrip()[:1] == b"}" else b","
+        return b'%b"model":%b%b%b' % (body[:opened], value, comma, body[opened:])
+    for found in islice(_NAMES(body), NAMES_TRIED):
+        start, end = found.span(1)
+        made = b"%b%b%b" % (body[:start], value, body[end:])
+        if _model_of(made) == model:  # it was another one: so this is where it is read
+            return made
+    try:
+        members = _members(body)
+    except msgspec.DecodeError as e:
+        raise BadRequest(f"model can't be replaced in a body that is not strict JSON: {e}", param="model") from e
+    members["model"] = Raw(value)
+    return msgspec.json.encode(members)
+
+
+def _model_of(body: bytes) -> str | UnsetType | None:
+    try:
+        return _peek(body).model
+    except msgspec.DecodeError as e:
+        return _second_opinion(body, e).model
 
 
 def _second_opinion(body: bytes, strict: msgspec.DecodeError) -> _Peek:
@@ -90,8 +130,8 @@ def _second_opinion(body: bytes, strict: msgspec.DecodeError) -> _Peek:
         raise BadRequest(f"The request body is not valid JSON: {strict}") from e
     if not isinstance(members, dict):
         raise BadRequest("The request body must be a JSON object") from strict
-    model = members.get("model")
-    if not isinstance(model, str | None):
+    model = members.get("model", UNSET)
+    if not isinstance(model, str | UnsetType | None):
         raise BadRequest("model must be a string", param="model") from strict
     known = {name: members[name] for name in (*INTERNAL, "vllm_xargs") if name in members}
     return _Peek(model, **{name: Raw(json.dumps(value).encode()) for name, value in known.items()})

@@ -90,6 +90,8 @@ class SnapshotView(Protocol):
 
     def models(self, *roles: Role) -> list[str]: ...
 
+    def knows(self, model: str) -> bool: ...
+
 
 class NodeRegistry(Protocol):
     """The shared registry; every coroutine may raise StoreUnavailable."""
@@ -108,7 +110,8 @@ class NodeRegistry(Protocol):
         asked: bool = False,
         static: bool = False,
         bootstrap_port: int | None = None,
-    ) -> None: ...
+        host_header: str = "",
+    ) -> bool: ...
 
     async def remove(self, url: str) -> bool: ...
 
@@ -120,7 +123,7 @@ class NodeRegistry(Protocol):
 class Engines(Protocol):
     """Calls to an engine's own management routes; all raise UpstreamError."""
 
-    async def models(self, url: str, key: str | None) -> tuple[str, ...]: ...
+    async def models(self, url: str, key: str | None, *, host_header: str | None = None) -> tuple[str, ...]: ...
 
     async def terminate(self, url: str, key: str | None) -> None: ...
 

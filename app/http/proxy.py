@@ -20,6 +20,7 @@ from urllib.parse import unquote
 
 from starlette.types import Receive, Scope, Send
 
+from app.access_keys import AccessKey
 from app.dispatch.answer import Answer, EngineRequest, Outcome
 from app.errors import (
     BadRequest,
@@ -31,13 +32,15 @@ from app.errors import (
     UpstreamError,
     error_answer,
 )
-from app.http.auth import Authority
+from app.http.auth import Authority, check_model
 from app.http.body import ClientLeft, declared_bytes, header, read_body, too_large
+from app.http.cors import Cors, without_cors
 from app.http.endpoints import UNNAMED
-from app.http.form import Form, is_form, model_of_form
+from app.http.form import Form, is_form, model_of_form, renamed_form
 from app.http.headers import CLOSE, NOT_FOR_ENGINE, NOT_FOR_ENGINE_BUT_KEYS, for_engine, request_id
 from app.http.interrupt import Running, Watch, Why
-from app.http.peek import peek
+from app.http.names import Names
+from app.http.peek import peek, renamed
 from app.http.ports import WIRE, Dispatcher, Wire
 from app.http.relay import Relay
 from app.http.upload import Upload
@@ -73,6 +76,8 @@ class Proxy:
         only_model: the one model of the deployment, for a request that may leave it out and does. Raises BadRequest
             or NoNodeAvailable: it has several, or none.
         watched: whether somebody watches decisions now; asked at the begin of each request.
+        names: None where each name means itself.
+        cors: None where no web page of another origin may call.
     """
 
     def __init__(
@@ -89,6 +94,8 @@ class Proxy:
         notes: bool = False,
         watched: Callable[[], bool] = lambda: False,
         tracer: Tracer | None = None,
+        names: Names | None = None,
+        cors: Cors | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._authority = authority
@@ -100,6 +107,9 @@ class Proxy:
         self._only_model = only_model
         self._notes = notes or tracer is not None
         self._tracer = tracer
+        self._cors = cors
+        self._names = names
+        self._default = names.default if names is not None else ""
         self._not_for_engine = NOT_FOR_ENGINE_BUT_KEYS if forward_client_key else NOT_FOR_ENGINE
 
     def __repr__(self) -> str:
@@ -124,7 +134,9 @@ class Proxy:
             answer = await self._open(scope, receive, identifier, watch, wire, served)
             if journey is not None and journey.trace is not None:
                 journey.trace.relay_at_s = time.monotonic()
-            relay = Relay(answer, send, wire, served, path=routed(scope["path"]), extra=self._extra(identifier))
+            if self._cors is not None:
+                answer.headers = without_cors(answer.headers)
+            relay = Relay(answer, send, wire, served, path=routed(scope["path"]), extra=self._extra(scope, identifier))
             outcome = await relay.run()
         except ClientLeft:
             pass
@@ -166,35 +178,58 @@ class Proxy:
         # The body lives in this frame only: a stream of an hour must not keep an image of 40 MB.
         if self._running.ended:
             raise ShuttingDown("This worker is stopping")
-        self._authority.check_client(scope["headers"])
+        key = self._authority.check_client(scope["headers"])
+        if key is not None:
+            served.key = key.name
         path = path_for_engine(scope)
         body = None if wire is None else wire.whole_body()
         if body is None:
             content_type = header(scope, b"content-type")
             if is_form(content_type) and routed(scope["path"]) not in GENERATING:
-                return await self._open_upload(scope, receive, identifier, watch, wire, served)
+                return await self._open_upload(scope, receive, identifier, watch, wire, served, key)
             body = await read_body(scope, receive, limit_bytes=self._max_body_bytes, setting="--max-body-size")
         served.bytes_in = size_bytes = len(body)
         if size_bytes > self._max_body_bytes:
             raise too_large(self._max_body_bytes, "--max-body-size")
-        served.model, body = self._peek(scope, body)
+        asked, body = self._peek(scope, body)
+        served.model = asked if asked and self._names is None else self._meant(asked)
+        if key is not None and key.models is not None:
+            check_model(key, asked, asked or self._default, served.model)
+        if served.model != asked and (asked or self._default):  # what the only model is for goes on without a name
+            body = rename(scope, body, served.model)
         headers = for_engine(scope, identifier, self._not_for_engine)
         watch.start(receive, wire)
         return await self._dispatcher.open(EngineRequest(b"POST", path, headers, body, served.model))
 
     async def _open_upload(
-        self, scope: Scope, receive: Receive, identifier: bytes, watch: Watch, wire: Wire | None, served: Served
+        self,
+        scope: Scope,
+        receive: Receive,
+        identifier: bytes,
+        watch: Watch,
+        wire: Wire | None,
+        served: Served,
+        key: AccessKey | None,
     ) -> Answer:
         """A form that is not all here: it goes on as it comes, from the moment on in which its model is known."""
         upload = watch.upload = Upload(
             receive,
-            Form(header(scope, b"content-type") or b"", allow_transfer_params=self._allow_transfer_params),
+            Form(
+                header(scope, b"content-type") or b"",
+                allow_transfer_params=self._allow_transfer_params,
+                nameless=bool(self._default),
+            ),
             length=declared_bytes(scope),
             limit_bytes=self._max_body_bytes,
             setting="--max-body-size",
         )
         try:
-            served.model = await upload.begin()
+            asked = await upload.begin()
+            served.model = self._meant(asked)
+            if key is not None and key.models is not None:
+                check_model(key, asked, asked or self._default, served.model)
+            if served.model != asked:
+                upload.rename(served.model)
             headers = for_engine(scope, identifier, self._not_for_engine)
             request = EngineRequest(b"POST", path_for_engine(scope), headers, upload.whole or b"", served.model)
             if upload.whole is None:
@@ -211,22 +246,27 @@ class Proxy:
             served.bytes_in = upload.received_bytes
 
     def _peek(self, scope: Scope, body: bytes) -> tuple[str, bytes]:
-        allow = self._allow_transfer_params
+        allow, nameless = self._allow_transfer_params, bool(self._default)
         content_type = header(scope, b"content-type")
         if content_type is not None and is_form(content_type):
-            return model_of_form(content_type, body, allow_transfer_params=allow), body
-        model, body = peek(body, allow_transfer_params=allow, unnamed=scope["path"] in UNNAMED)
-        return model or self._only_model(), body
+            return model_of_form(content_type, body, allow_transfer_params=allow, nameless=nameless), body
+        return peek(body, allow_transfer_params=allow, unnamed=scope["path"] in UNNAMED, nameless=nameless)
 
-    def _extra(self, identifier: bytes) -> Headers:
+    def _meant(self, asked: str) -> str:
+        """The model of a request that names `asked`, or none. Raises as `only_model`."""
+        return (asked if self._names is None else self._names.meant(asked)) or self._only_model()
+
+    def _extra(self, scope: Scope, identifier: bytes) -> Headers:
         extra = [(b"x-request-id", identifier)]
+        if self._cors is not None:
+            extra += self._cors.headers(scope)
         if self._running.stopping:
             extra.append(CLOSE)
         return extra
 
     async def _refuse(self, error: EvenhandError, scope: Scope, send: Send, served: Served) -> None:
         served.status, headers, body = error_answer(error)
-        headers += self._extra(served.request)
+        headers += self._extra(scope, served.request)
         if CLOSE not in headers and header(scope, b"expect") is not None:
             # The client may skip a body that was not asked for; then its next request would be read as that body.
             headers.append(CLOSE)
@@ -244,6 +284,14 @@ class Proxy:
                     await relay.end_early(error)
         except TimeoutError:
             log.warning("request %s: the client did not take the end of its stream", served.request.decode())
+
+
+def rename(scope: Scope, body: bytes, model: str) -> bytes:
+    """The body with another model in it."""
+    content_type = header(scope, b"content-type")
+    if content_type is not None and is_form(content_type):
+        return renamed_form(content_type, body, model)
+    return renamed(body, model)
 
 
 def outcome_of(error: EvenhandError) -> str:

@@ -21,6 +21,7 @@ import time
 from starlette.types import Send
 
 from app.dispatch.answer import Answer, Outcome
+from app.dispatch.work import EVENT, USAGE_BYTES, tokens_of
 from app.errors import EngineBroke, EvenhandError, Headers, UpstreamError, error_event, message_error_event
 from app.http.headers import ClientHead
 from app.http.ports import Wire
@@ -83,6 +84,7 @@ class Relay:
         whole = answer.whole()
         if whole is not None:
             size_bytes = len(whole)
+            answer.tokens = tokens_of(whole, size_bytes)
             if head.content_length in (None, size_bytes):
                 self._served.bytes_out = size_bytes
                 return await self._finish(whole)
@@ -123,7 +125,7 @@ class Relay:
 
     async def _stream(self, tail: StreamTail) -> Outcome:
         broke: EvenhandError | None = None
-        served = self._served
+        served, answer = self._served, self._answer
         try:
             if self._wire is not None:
                 write = self._wire.write
@@ -133,6 +135,7 @@ class Relay:
                         served.first_s = time.monotonic()
                     served.chunks += 1
                     served.bytes_out += len(chunk)
+                    answer.tokens += chunk.count(EVENT)
                     tail.feed(chunk)
                     return write(chunk, more=True)
 
@@ -143,6 +146,7 @@ class Relay:
                         served.first_s = time.monotonic()
                     served.chunks += 1
                     served.bytes_out += len(chunk)
+                    answer.tokens += chunk.count(EVENT)
                     await self._put(chunk)
                     # Only now: a chunk whose send was interrupted never reached the client.
                     tail.feed(chunk)
@@ -158,11 +162,14 @@ class Relay:
     async def _body(self, content_length: int | None) -> Outcome:
         read = self._answer.read
         left_bytes = -1 if content_length is None else content_length
+        size, end = 0, b""
         try:
             while chunk := await read():
                 size_bytes = len(chunk)
                 left_bytes -= size_bytes
                 self._served.bytes_out += size_bytes
+                size, end = size + size_bytes, (end + chunk[-USAGE_BYTES:])[-USAGE_BYTES:]
+                self._answer.tokens = tokens_of(end, size)
                 if left_bytes == 0:
                     await read()
                     return await self._finish(chunk)

@@ -16,12 +16,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Lifespan, Message, Receive, Scope, Send
 
+from app.access_keys import KeyRing
 from app.dispatch.topology import Topology
 from app.errors import EvenhandError, Forbidden, Unauthorized
 from app.http.admin import Admin
 from app.http.answers import on_client_left, on_evenhand_error, on_fault, on_http_exception
 from app.http.auth import Authority, HeaderPairs
 from app.http.body import ClientLeft
+from app.http.cors import Cors
 from app.http.dashboard import Dashboard
 from app.http.distserve import DistServeRoutes
 from app.http.docs_page import DocsPage
@@ -31,6 +33,7 @@ from app.http.health import Health
 from app.http.interrupt import Running
 from app.http.metrics import Metrics
 from app.http.models import Models, OnlyModel
+from app.http.names import Names
 from app.http.not_served import not_served
 from app.http.ports import Dispatcher, Engines, LinkKeeper, NodeRegistry
 from app.http.proxy import Proxy, Tracer
@@ -48,11 +51,14 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 class HttpFace:
     """The ASGI application of one worker; made by `build_app`."""
 
-    def __init__(self, *, proxy: Proxy, site: Starlette, running: Running, watch: Watch) -> None:
+    def __init__(
+        self, *, proxy: Proxy, site: Starlette, running: Running, watch: Watch, cors: Cors | None = None
+    ) -> None:
         self.site = site
         self.running = running
         self._proxy = proxy
         self._watch = watch
+        self._cors = cors
 
     def __repr__(self) -> str:
         return f"<HttpFace {self.running!r}>"
@@ -69,6 +75,13 @@ class HttpFace:
         extra = [(b"x-request-id", request_id(scope["headers"]))]
         if self.running.stopping:
             extra.append(CLOSE)
+        if self._cors is not None and (scope["path"].startswith("/v1/") or scope["path"] in BESIDE_V1):
+            allowed = self._cors.preflight(scope)
+            if allowed is not None:  # before the key is looked at: a browser sends none with this question
+                await send({"type": "http.response.start", "status": 204, "headers": [*allowed, *extra]})
+                await send({"type": "http.response.body", "body": b""})
+                return
+            extra += self._cors.headers(scope)
 
         async def send_with_extra(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -100,6 +113,7 @@ def build_app(
     seen: Seen | None = None,
     watched: Callable[[], bool] = lambda: False,
     tracer: Tracer | None = None,
+    keys: KeyRing | None = None,
     lifespan: Lifespan[Starlette] | None = None,
 ) -> HttpFace:
     """The ASGI application.
@@ -113,15 +127,15 @@ def build_app(
         seen: what `/dashboard/state` and those beside it show.
         watched: whether somebody watches decisions.
         tracer: who records traces.
+        keys: whoever made them keeps those of files up to date.
         lifespan: starts and stops what `app.main` has wired.
     """
     running = Running()
     topology = Topology.of(settings)
-    authority = Authority(
-        api_keys=[key.get_secret_value() for key in settings.api_keys],
-        admin_keys=[key.get_secret_value() for key in settings.admin_keys],
-        trusted_networks=settings.trusted_nodes,
-    )
+    authority = Authority(keys or key_ring(settings), trusted_networks=settings.trusted_nodes)
+    renames = settings.aliases or settings.default_model
+    names = Names(registry, aliases=settings.aliases, default=settings.default_model) if renames else None
+    cors = Cors(settings.cors_origins) if settings.cors_origins else None
     proxy = Proxy(
         dispatcher=dispatcher,
         authority=authority,
@@ -134,6 +148,8 @@ def build_app(
         notes=settings.log_requests != "off",
         watched=watched,
         tracer=tracer,
+        names=names,
+        cors=cors,
     )
     admin = Admin(
         registry=registry,
@@ -144,7 +160,7 @@ def build_app(
     )
     health = Health(registry=registry, running=running, topology=topology, store_ok=store_ok)
     watch = Watch(seen)
-    models, docs, distserve = Models(registry), DocsPage(), DistServeRoutes(links)
+    models, docs, distserve = Models(registry, names), DocsPage(), DistServeRoutes(links)
     dashboard = Dashboard()
     for_clients, for_admins = _for_clients(authority), _for_admins(authority.check_admin)
     for_readers = _for_admins(authority.check_reader)
@@ -196,13 +212,23 @@ def build_app(
         lifespan=lifespan,
     )
     site.router.redirect_slashes = False
-    return HttpFace(proxy=proxy, site=site, running=running, watch=watch)
+    return HttpFace(proxy=proxy, site=site, running=running, watch=watch, cors=cors)
+
+
+def key_ring(settings: Settings) -> KeyRing:
+    """The keys that the settings have or name; those of files once it is started."""
+    return KeyRing(
+        api=[key.get_secret_value() for key in settings.api_keys],
+        admin=[key.get_secret_value() for key in settings.admin_keys],
+        api_file=settings.api_keys_file,
+        admin_file=settings.admin_keys_file,
+    )
 
 
 def _for_clients(authority: Authority) -> Callable[[Endpoint], Endpoint]:
     def guard(endpoint: Endpoint) -> Endpoint:
         async def guarded(request: Request) -> Response:
-            authority.check_client(request.scope["headers"])
+            request.state.key = authority.check_client(request.scope["headers"])
             return await endpoint(request)
 
         return guarded

@@ -34,7 +34,7 @@ class Served:
 
     `request`: its X-Request-Id. `status`: what its client was told; None: nothing. `bytes_in`, `bytes_out`: of its
     body, and of the engine's that went to the client. `client`: (address, port) of the connection. `reason`: why it
-    failed.
+    failed. `key`: the name of the key that it came with, for lines only: labels would be too many.
     """
 
     __slots__ = (
@@ -46,6 +46,7 @@ class Served:
         "ended_s",
         "first_s",
         "journey",
+        "key",
         "model",
         "node",
         "outcome",
@@ -61,6 +62,7 @@ class Served:
         self.node = ""
         self.outcome = ""
         self.reason = ""
+        self.key = ""
         self.request = b""
         self.client: tuple[str, int] | None = None
         self.status: int | None = None

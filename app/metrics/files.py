@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import tempfile
@@ -28,7 +29,7 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 from prometheus_client.utils import floatToGoString
 
 from app.metrics.families import Family, Kind
-from app.metrics.figures import Figures, Key
+from app.metrics.figures import SERIES_KEPT, UNBOUNDED, Figures, Key
 
 DIRECTORY_VARIABLE = "EVENHAND_METRICS_DIR"
 PUBLISH_S = 0.1
@@ -79,6 +80,7 @@ class MetricsDirectory:
         self.path = path
         self._alive = -1
         self._dead: set[str] = set()
+        self._gone: dict[str, set[tuple[str, ...]]] = {}  # family -> series of dead workers
 
     def __repr__(self) -> str:
         return f"<MetricsDirectory {self.path}>"
@@ -121,10 +123,24 @@ class MetricsDirectory:
         try:
             gone.reserve(left.stat().st_size)  # all of it is added, or nothing
             for key, value, _, _ in MmapedDict.read_all_values_from_file(str(left)):  # type: ignore[no-untyped-call]
-                gone.write_value(key, gone.read_value(key)[0] + value, 0.0)  # type: ignore[no-untyped-call]
+                kept = self._kept(kind, key)
+                gone.write_value(kept, gone.read_value(kept)[0] + value, 0.0)  # type: ignore[no-untyped-call]
         finally:
             gone.close()  # type: ignore[no-untyped-call]
         left.unlink()
+
+    def _kept(self, kind: Kind, key: str) -> str:
+        """The name under which a dead worker's value stays: workers come and go for ever, series must not add up."""
+        name, sample, labels, text = json.loads(key)
+        series = tuple(value for label, value in labels.items() if label != "le")
+        known = self._gone.setdefault(name, set())
+        if series not in known:
+            if len(known) >= SERIES_KEPT[kind]:
+                names = [*labels]
+                values = ["other" if label in UNBOUNDED else value for label, value in labels.items()]
+                return str(mmap_key(name, sample, names, values, text))
+            known.add(series)
+        return key
 
     def merged(self) -> Iterable[Metric]:
         """The figures of all workers, those that are gone included. Takes milliseconds: not for an event loop."""

@@ -72,6 +72,7 @@ class RequestLog:
             "bytes_in": served.bytes_in,
             "bytes_out": served.bytes_out,
             "client": printable(served.client[0]) if served.client else None,
+            "key": served.key or None,
             "legs": self._legs(served.journey.legs) if served.journey is not None and served.journey.legs else None,
         }
 

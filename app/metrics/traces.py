@@ -9,9 +9,10 @@ Source: OpenTelemetry semantic conventions 1.41, HTTP spans and GenAI client spa
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -49,10 +50,28 @@ PROVIDER = "openai"
 NO_FAULT = ("ok", "client_error", "aborted")
 """Outcomes that are not the server's fault, so that its span is none of an error."""
 LAST_SPANS_S = 2.0
+LOUD = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk._shared_internal")
+"""The library's loggers that tell of a collector that takes no spans."""
 """How long a worker that stops waits for the collector to take the last spans."""
 SCOPE = InstrumentationScope("evenhand", __version__)
 
 Attributes = dict[str, str | int | float]
+
+
+class OnceAMinute(logging.Filter):
+    """Lets one line a minute through: of a collector that is away the library tells four times a batch."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._until_s = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now_s = self._clock()
+        if now_s < self._until_s:
+            return False
+        self._until_s = now_s + 60
+        return True
 
 
 class Traces:
@@ -72,6 +91,8 @@ class Traces:
         ours = {"service.name": "evenhand", "service.version": __version__, "service.instance.id": worker}
         resource = Resource.create(ours | dict(OTELResourceDetector().detect().attributes))
         exporter = OTLPSpanExporter(traces_url(endpoint))
+        for name in LOUD:
+            logging.getLogger(name).addFilter(OnceAMinute())
         return cls(
             BatchSpanProcessor(exporter), resource=resource, sampler=TracerProvider(shutdown_on_exit=False).sampler
         )

@@ -19,6 +19,9 @@ from app.store.registry import Registry
 
 KEPT = 200
 GONE_AFTER_S = 60
+WHOLE_TRIES, KEPT_STEPS = 8, 32
+"""Of one request: so many nodes that it was given have their candidates, so many and so many legs are told of at all.
+One with hundreds of media items has as many."""
 WATCHED_S = 5
 """Whoever looks says so once a second; one who is late by a few is still looking."""
 
@@ -58,7 +61,7 @@ def document(served: Served, journey: Journey, worker: str) -> dict[str, Any]:
         "seconds": round(served.ended_s - served.began_s, 6),
         "first_byte_s": round(served.first_s - served.began_s, 6) if served.chunks else None,
         "node": served.node,
-        "tries": [_try(one) for one in journey.tries],
+        "tries": [_try(one, whole=number < WHOLE_TRIES) for number, one in enumerate(journey.tries[:KEPT_STEPS])],
         "legs": [
             {
                 "node": leg.node,
@@ -67,12 +70,13 @@ def document(served: Served, journey: Journey, worker: str) -> dict[str, Any]:
                 "seconds": round(leg.seconds, 6),
                 "error": None if leg.error is None else text_of(leg.error),
             }
-            for leg in journey.legs
+            for leg in journey.legs[-KEPT_STEPS:]
         ],
     }
 
 
-def _try(one: Try) -> dict[str, Any]:
+def _try(one: Try, *, whole: bool) -> dict[str, Any]:
+    shown = one.candidates if whole else []
     return {
         "node": one.node,
         "stage": one.stage,
@@ -85,9 +89,9 @@ def _try(one: Try) -> dict[str, Any]:
                 "speed": seen.speed,
                 "mean_latency_s": seen.mean_latency_s,
             }
-            for seen in one.candidates
+            for seen in shown
         ],
-        "left_off": one.left_off,
+        "left_off": one.left_off + len(one.candidates) - len(shown),
     }
 
 
@@ -109,4 +113,4 @@ def _read(name: str, fields: dict[str, str]) -> dict[str, Any] | None:
         found = msgspec.json.decode(fields["decision"], type=dict[str, Any])
     except (KeyError, msgspec.DecodeError, UnicodeError):
         return None
-    return {"id": name, "time": int(name.partition("-")[0]) / 1000, **found}
+    return {**found, "id": name, "time": int(name.partition("-")[0]) / 1000}

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 
 from app.errors import BadRequest
-from app.nodes import Breaker, Node, Role, State, parse_models, parse_speed
+from app.nodes import Breaker, Node, Role, State, parse_host_header, parse_models, parse_speed
 
 
 def node_to_fields(node: Node) -> dict[str, str]:
@@ -33,6 +33,8 @@ def node_to_fields(node: Node) -> dict[str, str]:
         "breaker_until_ms": str(node.breaker_until_ms),
         "breaker_opens": str(node.breaker_opens),
         "bootstrap_port": "" if node.bootstrap_port is None else str(node.bootstrap_port),
+        "host_header": node.host_header,
+        "source": node.source,
     }
 
 
@@ -55,6 +57,8 @@ def node_from_fields(url: str, fields: Mapping[str, str]) -> Node | None:
             reason=fields.get("reason", "").encode().decode(),  # raises where it is no UTF-8
             life=int(fields.get("life", fields["incarnation"])),
             bootstrap_port=int(fields["bootstrap_port"]) if fields.get("bootstrap_port") else None,
+            host_header=parse_host_header(fields.get("host_header")),
+            source=fields.get("source", "").encode().decode(),
             breaker=Breaker(fields.get("breaker", "closed")),
             breaker_until_ms=int(fields.get("breaker_until_ms", 0)),
             breaker_opens=int(fields.get("breaker_opens", 0)),

@@ -29,6 +29,7 @@ class Keys:
         self.sessions = p + "sessions"
         self.latency_mean = p + "latency_mean"
         self.explored = p + "explored"
+        self.learned = p + "learned"
         self.last_success = p + "last_success"
         self.prober = p + "prober"
         self.encoder_cursor = p + "encoder_cursor"
@@ -57,12 +58,20 @@ class Keys:
         """The worker's hand-overs that go on."""
         return f"{self.prefix}handing:{worker}"
 
+    def discovering(self, source: str) -> str:
+        """The worker whose turn it is to read the source."""
+        return f"{self.prefix}discovering:{source}"
+
     def load(self, group: int) -> str:
         """The nodes of a group in the order of their load."""
         return f"{self.prefix}load:{group}"
 
     def latency(self, url: str) -> str:
         return f"{self.prefix}latency:{url}"
+
+    def learning(self, url: str) -> str:
+        """What the node's learned speed is made of."""
+        return f"{self.prefix}learning:{url}"
 
     def stages(self, url: str) -> str:
         """Time that the stages of split requests took at the node."""
@@ -78,7 +87,8 @@ class Shape(NamedTuple):
 
 def shapes(keys: Keys) -> dict[str, Shape]:
     """Key -> shape of all keys that a deployment has once, but those that are made anew whenever they are not right
-    (`load_index` and its groups) and `restating`, which is overwritten or expires. `events` is a channel, no key."""
+    (`load_index` and its groups), `restating`, which is overwritten or expires, and the leases of sources, which who
+    wants one takes away. `events` is a channel, no key."""
     return {
         keys.layout: Shape("string", "count"),
         keys.version: Shape("string", "count"),
@@ -89,6 +99,7 @@ def shapes(keys: Keys) -> dict[str, Shape]:
         keys.unfinished: Shape("hash", "count"),
         keys.latency_mean: Shape("hash", "seconds"),
         keys.explored: Shape("hash", "count"),
+        keys.learned: Shape("hash", "seconds"),  # no seconds, but as they are: a number that is not below 0
         keys.last_success: Shape("hash", "instant"),
         keys.prober: Shape("string", "text"),
         keys.encoder_cursor: Shape("string", "count"),
@@ -113,6 +124,7 @@ def shapes_of(keys: Keys, urls: Iterable[str], workers: Iterable[str]) -> dict[s
         {keys.node(url): Shape("hash", "registry") for url in urls}
         | {keys.latency(url): Shape("list", "seconds") for url in urls}
         | {keys.stages(url): Shape("hash", "number") for url in urls}
+        | {keys.learning(url): Shape("hash", "seconds") for url in urls}
         | {key: Shape("hash", "count") for worker in workers for key in (keys.ledger(worker), keys.handing(worker))}
     )
 
@@ -136,4 +148,6 @@ def of_node_removed(keys: Keys, url: str) -> tuple[str, ...]:
         keys.unfinished,
         keys.stages(url),
         keys.failures,
+        keys.learned,
+        keys.learning(url),
     )

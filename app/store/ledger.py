@@ -3,7 +3,7 @@
 Owns the hot connection, the worker's lease and the arithmetic between the local counts and Redis.
 It must not know HTTP or engines. Keys: unfinished, unfinished:<worker>, sessions, workers, latency_mean,
 explored, failures, requests, encoder_cursor, encoder_credit, load_index, load:<group> (through lua/), watched, and
-those of `store.latencies` and `store.dispatched`.
+those of `store.latencies`, `store.speeds` and `store.dispatched`.
 
 The rule everything here follows: **a worker never replays, it restates.** The local counts are the
 truth about this worker; after anything unclear (an error, a lost reply, a flush, a lease that ran
@@ -28,13 +28,21 @@ import random
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import hiredis
 
-from app.balancing import DECIDE_BY_LATENCY, ENCODER_POLICIES, POLICIES, Candidate, Encoder
+from app.balancing import (
+    DECIDE_BY_LATENCY,
+    DECIDE_BY_LEARNED,
+    ENCODER_POLICIES,
+    POLICIES,
+    Candidate,
+    Encoder,
+    Policy,
+)
 from app.errors import ModelNotFound, NoNodeAvailable, StoreUnavailable
 from app.journey import Journey, Try, current
 from app.metrics.families import ENCODER_ITEMS, RETRIES
@@ -50,6 +58,7 @@ from app.store.registry import Registry
 from app.store.scripts import Argument, Code, Prepared, Script, packed, packed_command
 from app.store.sight import Score, Sight, of_encoders, of_nodes
 from app.store.snapshot import Pool, Snapshot
+from app.store.speeds import Speeds
 
 log = logging.getLogger("evenhand.store")
 
@@ -74,6 +83,8 @@ BACKOFF_S = (0.05, 1.0)
 DONE = int(Code.DONE)
 PACKED_DRAWS = b"$12\r\n0.%010d\r\n$12\r\n0.%010d\r\n"
 """Two numbers in [0, 1), packed."""
+STAGES = {Role.Hybrid: "request", Role.Prefill: "prefill", Role.Decode: "decode", Role.Encode: "encode"}
+"""What a request wants of a node of the role."""
 MULTI, EXEC = packed_command(("MULTI",)), packed_command(("EXEC",))
 
 Select = Callable[[Snapshot], Pool]
@@ -96,32 +107,57 @@ def _ignore(reply: Reply) -> None:
 class Ticket:
     """One counted request on `url`. `release` gives the count back: once, at once, never failing."""
 
-    __slots__ = ("_ledger", "_since", "url")
+    __slots__ = ("_began", "_ledger", "_since", "url")
 
     def __init__(self, ledger: Ledger, url: str) -> None:
         self.url = url
         self._ledger: Ledger | None = ledger
-        self._since = time.monotonic()
+        self._since = self._began = time.monotonic()
+
+    def begin(self) -> None:
+        """The request goes to the node only now: what came before says nothing of the node's speed."""
+        self._began = time.monotonic()
 
     @property
     def held(self) -> bool:
         """Whether it has not been released."""
         return self._ledger is not None
 
-    def release(self, *, succeeded: bool, answered: bool = False) -> None:
+    def release(self, *, succeeded: bool, answered: bool = False, work: float | None = None) -> None:
         """Count the request as finished; its latency enters the node's window if it `succeeded`.
 
         Args:
             answered: the node answered, and not that it can't serve: its row of failures ends.
+            work: that the request was, see `app.dispatch.work`; the node's speed is learned from it.
         """
         ledger, self._ledger = self._ledger, None
         if ledger is not None:
-            latency_s = time.monotonic() - self._since if succeeded else None
-            ledger._release(self.url, latency_s, answered=answered or succeeded)
+            now_s = time.monotonic()
+            ledger._release(self.url, now_s - self._since if succeeded else None, answered=answered or succeeded)
+            if succeeded and work is not None:
+                ledger._learn(self.url, work, now_s - self._began)
+
+
+class Way(NamedTuple):
+    """How a node is chosen by a strategy: in Redis, here while Redis is away, and for who watches."""
+
+    call: Prepared
+    policy: Policy
+    score: Score
+    by_chance: bool
+
+    @classmethod
+    def of(cls, strategy: str, scripts: dict[str, Script], keys: Sequence[str], worker: str) -> Way:
+        call = Prepared(scripts[f"acquire_{strategy}"], keys, (worker,))
+        return cls(call, POLICIES[strategy], of_nodes(strategy), strategy == "random")
 
 
 class Ledger:
-    """See the module. One per worker; `start` before use, `close` after the last request."""
+    """See the module. One per worker; `start` before use, `close` after the last request.
+
+    Args:
+        strategies: of models that have one of their own, by model.
+    """
 
     def __init__(
         self,
@@ -132,6 +168,7 @@ class Ledger:
         registry: Registry,
         worker: str,
         strategy: str,
+        strategies: Mapping[str, str] | None = None,
         encoder_policy: str = "round_robin",
         lease_s: float,
         timeout_s: float,
@@ -147,13 +184,12 @@ class Ledger:
         self._locator = locator
         self._keys = keys
         self._scripts = scripts
+        used = {strategy, *(strategies or {}).values()}
         self._acquire_script = scripts[f"acquire_{strategy}"]
-        self._policy = POLICIES[strategy]
-        self._by_load = strategy == "min_expected_latency"
-        self._by_chance = strategy == "random"
+        # An order of loads is void after each acquire that does not go by it: beside another strategy there is none.
+        self._by_load = used == {"min_expected_latency"}
         self._encoders_script = scripts[f"acquire_encoders_{encoder_policy}"]
         self._encoder_policy = ENCODER_POLICIES[encoder_policy]
-        self._score_nodes = of_nodes(strategy)
         self._score_encoders = of_encoders(encoder_policy)
         self._registry = registry
         self._lease_ms = round(lease_s * 1000)
@@ -163,8 +199,14 @@ class Ledger:
         self.latencies = Latencies(
             keys=keys,
             script=scripts["note_latencies"],
-            at_once=strategy in DECIDE_BY_LATENCY,
+            at_once=not used.isdisjoint(DECIDE_BY_LATENCY),
             send=self._send_latencies,
+        )
+        learns = not used.isdisjoint(DECIDE_BY_LEARNED)
+        self._speeds = (
+            Speeds(keys=keys, script=scripts["learn_speeds"], counts=self.counts, send=self._send_latencies)
+            if learns
+            else None
         )
         self.dispatched = Dispatched(keys=keys, script=scripts["note_dispatched"])
         self._pipeline: Pipeline | None = None
@@ -185,7 +227,13 @@ class Ledger:
         counting = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.version)
         encoding = (*counting, keys.encoder_cursor, keys.encoder_credit, keys.nodes)
         acquiring = (*counting, keys.latency_mean, keys.explored, keys.load_index)
-        self._acquire_call = Prepared(self._acquire_script, acquiring, (worker,))
+        learning = (*acquiring, keys.learned)
+        ways = {
+            name: Way.of(name, scripts, learning if name in DECIDE_BY_LEARNED else acquiring, worker) for name in used
+        }
+        self._way = ways[strategy]
+        self._ways = {model: ways[name] for model, name in (strategies or {}).items()}
+        self._acquire_scripts = [way.call.script for way in ways.values()]
         self._encoders_call = Prepared(self._encoders_script, encoding, (worker,))
         # What such a call has besides, packed once too: of this connection, of a registry version, of a node.
         self._packed_generation = packed(self._generation)
@@ -228,6 +276,8 @@ class Ledger:
             await asyncio.gather(self._keeper, return_exceptions=True)
         self._note_requests()
         self.latencies.note()
+        if self._speeds:
+            self._speeds.note()
         pipeline, self._pipeline = self._pipeline, None
         self._trouble = "closed"
         if pipeline is not None:
@@ -247,7 +297,7 @@ class Ledger:
         """
         if not again:
             self._count_request()
-        (ticket,) = await self._acquire((select,), self._ask, self._choose, self._score_nodes)
+        (ticket,) = await self._acquire((select,), self._ask, self._choose, self._score)
         if again:
             self._figures.count(RETRIES, ticket.url)
         return ticket
@@ -264,7 +314,7 @@ class Ledger:
 
         if not again:
             self._count_request()
-        return await self._acquire(selects, self._ask, self._choose, self._score_nodes)
+        return await self._acquire(selects, self._ask, self._choose, self._score)
 
     async def acquire_encoders(self, select: Select, items: int) -> list[Ticket]:
         """Give each of `items` media items an encoder and count it there, all in one step.
@@ -329,9 +379,10 @@ class Ledger:
                         self._release(url, None)
                 raise
             if code == DONE:
+                tickets = [Ticket(self, url) for url in urls]
                 if journey is not None:
-                    self._note_tries(journey, urls, began_s, sight)
-                return [Ticket(self, url) for url in urls]
+                    self._note_tries(journey, tickets, began_s, sight)
+                return tickets
             if code == Code.STALE:
                 try:
                     await self._registry.catch_up()
@@ -347,9 +398,16 @@ class Ledger:
         # Redis may have come back since this was decided to be local: then it must hear of it.
         if self._pipeline is not None:
             self._restate_soon()
+        tickets = [Ticket(self, url) for url in urls]
         if journey is not None:
-            self._note_tries(journey, urls, began_s, None)
-        return [Ticket(self, url) for url in urls]
+            self._note_tries(journey, tickets, began_s, None)
+        return tickets
+
+    def _way_of(self, pool: Pool) -> Way:
+        return self._ways.get(pool.model, self._way)
+
+    def _score(self, pool: Pool, *found: Any) -> list[float | None]:
+        return self._way_of(pool).score(pool, *found)
 
     def _call(self, call: Prepared, version: int | None, count: int, words: bytes) -> bytes:
         """An acquire on the wire. `version` None: whatever it is; `words`: `count` arguments behind it, packed."""
@@ -358,14 +416,15 @@ class Ledger:
 
     def _ask(self, pools: Sequence[Pool], whatever_version: bool) -> Question:
         snapshot = self._registry.snapshot
+        way = self._ways.get(pools[0].model, self._way) if self._ways else self._way
         if len(snapshot.nodes) >= LARGE and snapshot.version == pools[0].version and not whatever_version:
             if self._by_load and (question := self._ask_by_load(pools)):
                 return question
-            if self._by_chance and all(sum(pool.speeds) < math.inf for pool in pools):
+            if way.by_chance and all(sum(pool.speeds) < math.inf for pool in pools):
                 # Chance needs nothing that is shared: Redis need not read a whole fleet for it.
                 chosen = [self._draws.choices(pool.urls, pool.speeds)[0] for pool in pools]
                 pools = [snapshot.only(url) for url in chosen]
-        draw, call = self._draws.random, self._acquire_call
+        draw, call = self._draws.random, way.call
         # Ten digits, always: a draw that was rounded up to 1 would be outside of what a policy takes.
         if len(pools) == 1 and not whatever_version:
             (pool,) = pools
@@ -528,12 +587,16 @@ class Ledger:
         urls = []
         for pool in pools:
             candidates = [
-                Candidate(speed, self.counts.get(url, 0), self.latencies.mean_s(url))
+                Candidate(speed, self.counts.get(url, 0), self.latencies.mean_s(url), learned=self.learned(url))
                 for url, speed in zip(pool.urls, pool.speeds, strict=True)
             ]
-            index, _ = self._policy(candidates, (self._draws.random(), self._draws.random()))
+            index, _ = self._way_of(pool).policy(candidates, (self._draws.random(), self._draws.random()))
             urls.append(pool.urls[index])
         return urls
+
+    def learned(self, url: str) -> float | None:
+        """The node's speed by this worker's own answers; None without any, and under other strategies."""
+        return self._speeds.counted(url) if self._speeds else None
 
     def _assign(self, pool: Pool, items: int) -> list[str]:
         encoders = [
@@ -565,6 +628,10 @@ class Ledger:
         if command is None:
             command = self._releases[url, answered] = self._make_release(self._index, url, answered)
         self._pipeline.send(command, self._released)
+
+    def _learn(self, url: str, work: float, latency_s: float) -> None:
+        if self._speeds:
+            self._speeds.add(url, work, latency_s, self._registry.snapshot.nodes)
 
     def _make_release(self, index: LoadIndex, url: str, answered: bool) -> bytes:
         keys = self._keys
@@ -615,26 +682,22 @@ class Ledger:
         self._sights = now_s, count
         return count <= WATCHED_A_SECOND
 
-    def _note_tries(self, journey: Journey, urls: Sequence[str], began_s: float, sight: Sight | None) -> None:
-        took_s = time.monotonic() - began_s
-        for number, url in enumerate(urls):
-            stage = self._stage(journey, url)
-            if stage == "encode" and any(one.node == url and one.at_s == began_s for one in journey.tries):
+    def _note_tries(self, journey: Journey, tickets: list[Ticket], began_s: float, sight: Sight | None) -> None:
+        # For each request where journeys are logged: few calls.
+        nodes = self._registry.snapshot.nodes
+        for number, ticket in enumerate(tickets):
+            url = ticket.url
+            stage = STAGES[nodes[url].role] if url in nodes else "request"
+            if stage == "decode" and not any(one.stage == "prefill" for one in journey.tries):
+                stage = "request"  # nobody prefilled it: the node does all
+            elif stage == "encode" and any(one.node == url and one.at_s == began_s for one in journey.tries):
                 continue  # another item of the same request
-            taken = Try(url, began_s, took_s, stage=stage)
+            taken = Try(url, began_s, ticket._since - began_s, stage=stage)
             if sight is not None:
                 # One pool for each node; or one for all of them, as items have.
-                pool = number if len(sight.pools) == len(urls) else 0
+                pool = number if len(sight.pools) == len(tickets) else 0
                 taken.candidates, taken.left_off = sight.candidates(pool, url)
-            journey.tries.append(taken)
-
-    def _stage(self, journey: Journey, url: str) -> str:
-        """What the request wants of the node. One that decodes does all of a request that nobody prefilled."""
-        node = self._registry.snapshot.nodes.get(url)
-        role = Role.Hybrid if node is None else node.role
-        if role is Role.Decode and any(one.stage == "prefill" for one in journey.tries):
-            return "decode"
-        return {Role.Prefill: "prefill", Role.Encode: "encode"}.get(role, "request")
+            journey.tries += [taken]
 
     # --- notes ------------------------------------------------------------------------------------
 
@@ -734,7 +797,7 @@ class Ledger:
     def _distrust(self, reason: str) -> None:
         """An error reply: nobody knows what ran. READONLY and LOADING need another connection."""
         if "NOSCRIPT" in reason and self._pipeline is not None:
-            for name in ("release", "note_latencies"):
+            for name in ("release", "note_latencies", *(("learn_speeds",) if self._speeds else ())):
                 self._pipeline.submit(("SCRIPT", "LOAD", self._scripts[name].text), _ignore)
             self._restate_soon()
         else:
@@ -776,8 +839,10 @@ class Ledger:
         pipeline = await Pipeline.open(address, timeout_s=self._timeout_s, on_lost=lost)
         holder.append(pipeline)
         try:
-            told = (self._scripts["release"], self._scripts["note_latencies"])
-            for script in (self._acquire_script, self._encoders_script, *told):
+            told = [self._scripts["release"], self._scripts["note_latencies"]]
+            if self._speeds:
+                told.append(self._scripts["learn_speeds"])
+            for script in (*self._acquire_scripts, self._encoders_script, *told):
                 await pipeline.call(("SCRIPT", "LOAD", script.text))
             # Wall-clock ms, so that a worker restarted under the same id is never behind itself.
             first = not self._generation

@@ -52,6 +52,7 @@ BECOMES = {
     "close on probation": Breaker.CLOSED,
 }
 """What a breaker is after a move; the other moves leave it as it is."""
+CLOSING = ("close", "close on probation")
 
 T = TypeVar("T")
 
@@ -342,26 +343,51 @@ class Registry:
         asked: bool = False,
         static: bool = False,
         bootstrap_port: int | None = None,
-    ) -> None:
-        """Register or update a node; pending until its next good probe. Raises StoreUnavailable."""
+        host_header: str = "",
+        source: str = "",
+    ) -> bool:
+        """Register or update a node; pending until its next good probe. Raises StoreUnavailable.
+
+        Args:
+            source: the `--discover` that lists it: nothing is done where the node is another's. Empty: whoever had
+                it, it is the caller's from now on.
+
+        Returns:
+            Whether it was done.
+        """
         node = Node(
-            url, role=role, models=models, speed=speed, asked=asked, static=static, bootstrap_port=bootstrap_port
+            url,
+            role=role,
+            models=models,
+            speed=speed,
+            asked=asked,
+            static=static,
+            bootstrap_port=bootstrap_port,
+            host_header=host_header,
+            source=source,
         )
         fields = node_to_fields(node)
         for given_by_script in ("order", "incarnation", "registered_at_ms", "state_since_ms", "life"):
             del fields[given_by_script]
         keys = self._keys
         names = (keys.nodes, keys.node(url), keys.version, keys.engine_keys, keys.failures)
-        await self._change("add", url, "add_node", names, [url, key or "", *_flat(fields)])
+        arguments: list[Argument] = [url, key or "", source, *_flat(fields)]
+        return await self._change("add", url, "add_node", names, arguments) != Code.REFUSED
 
     async def remove(self, url: str, *, when: str = "now") -> bool:
         """Take a node out; `when` as in remove_node.lua. Returns whether it was taken out."""
         names = of_node_removed(self._keys, url)
         return await self._change("remove", url, "remove_node", names, [url, when]) == Code.DONE
 
-    async def drain(self, url: str, timeout_s: float) -> bool:
-        """No new requests for the node; removed when the last has ended or after `timeout_s`."""
-        code = await self._set_state(url, State.DRAINING, drain_ms=round(timeout_s * 1000))
+    async def drain(self, url: str, timeout_s: float, *, incarnation: str = "", reason: str | None = None) -> bool:
+        """No new requests for the node; removed when the last has ended or after `timeout_s`.
+
+        Args:
+            incarnation: of the registration that is meant; empty: whichever it is now.
+        """
+        fields = {} if reason is None else {"reason": reason}
+        drain_ms = round(timeout_s * 1000)
+        code = await self._set_state(url, State.DRAINING, incarnation=incarnation, drain_ms=drain_ms, fields=fields)
         return code in (Code.DONE, Code.UPDATED, Code.UNCHANGED)
 
     async def set_state(
@@ -374,6 +400,8 @@ class Registry:
         fields = {"reason": reason}
         if models is not None:
             fields["models"] = json.dumps(list(models), ensure_ascii=False)
+        if state is State.READY and node.state is not State.READY:
+            await self._to_show_its_speed(node.url)
         code = await self._set_state(node.url, state, incarnation=str(node.incarnation), fields=fields)
         if code == Code.DONE:
             bad = State.GONE in (node.state, state) or State.DOWN in (node.state, state)
@@ -384,20 +412,26 @@ class Registry:
     async def record_failure(self, url: str, rules: BreakerRules) -> None:
         """The node failed a request. Raises StoreUnavailable."""
         arguments: list[Argument] = [url, rules.threshold, round(rules.open_s * 1000), round(rules.longest_s * 1000)]
-        if await self._breaker("record_failure", url, arguments):
+        if await self._breaker("record_failure", url, arguments, self._keys.learned):
             self._figures.count(BREAKER_CHANGES, url, Breaker.OPEN)
             log.warning("node %s: its breaker is open: too many requests failed there in a row", url)
 
     async def move_breaker(self, url: str, move: str, number: int = 0) -> bool:
         """As move_breaker.lua; whether it was moved. Raises StoreUnavailable."""
+        if move in CLOSING:
+            await self._to_show_its_speed(url)
         moved = await self._breaker("move_breaker", url, [url, move, number])
         if moved and move in BECOMES:
             self._figures.count(BREAKER_CHANGES, url, BECOMES[move])
         return moved
 
-    async def _breaker(self, script: str, url: str, arguments: list[Argument]) -> bool:
+    async def _to_show_its_speed(self, url: str) -> None:
+        """Before it gets requests again: who comes back starts slowly, at the speed that it had (`learning:<url>`)."""
+        await self.guarded(lambda: self.redis.hdel(self._keys.learned, url))
+
+    async def _breaker(self, script: str, url: str, arguments: list[Argument], *more: str) -> bool:
         keys = self._keys
-        names = (keys.node(url), keys.version, keys.failures)
+        names = (keys.node(url), keys.version, keys.failures, *more)
         before = self.snapshot.version
         code, version = await self.guarded(lambda: self.run(script, names, arguments))
         if code == Code.DONE and version != before:

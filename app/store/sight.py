@@ -1,7 +1,7 @@
 """What a decision saw: the counts with which a node was taken, of that very moment.
 
 Owns which counts are read beside an acquire, and the candidates that are made of them for people. It must not know
-connections. Reads unfinished, latency_mean, encoder_credit.
+connections. Reads unfinished, latency_mean, encoder_credit, learned.
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ from app.store.snapshot import Pool
 KEPT = 16
 """Candidates that are shown of one decision."""
 
-Score = Callable[[Pool, Sequence[int], Sequence[float | None], Sequence[float]], list[float | None]]
-"""(pool, unfinished, mean latencies, credits) -> the scores of its candidates."""
+Score = Callable[
+    [Pool, Sequence[int], Sequence[float | None], Sequence[float], Sequence[float | None]], list[float | None]
+]
+"""(pool, unfinished, mean latencies, credits, learned speeds) -> the scores of its candidates."""
 
 
 def of_nodes(strategy: str) -> Score:
     weigh = WEIGHS[strategy]
-    return lambda pool, counts, means, _: weigh([*map(Candidate, pool.speeds, counts, means)]).scores
+    return lambda pool, counts, means, _, learned: (
+        weigh([*map(Candidate, pool.speeds, counts, means, [0] * len(counts), learned)]).scores
+    )
 
 
 def of_encoders(policy: str) -> Score:
-    return lambda pool, counts, _, credits: (
+    return lambda pool, counts, _, credits, __: (
         weigh_encoders(policy, [*map(Encoder, pool.speeds, counts, credits)], 0).scores
     )
 
@@ -42,7 +46,7 @@ class Sight:
         self.pools = pools
         self._score = score
         self._urls = [url for pool in pools for url in pool.urls]
-        names = (keys.unfinished, keys.latency_mean, keys.encoder_credit)
+        names = (keys.unfinished, keys.latency_mean, keys.encoder_credit, keys.learned)
         self.commands = [packed_command(("HMGET", name, *self._urls)) for name in names]
         self._found: list[list[float | None]] | None = None
 
@@ -62,9 +66,9 @@ class Sight:
             return [], 0
         pool = self.pools[number]
         first = sum(len(before.urls) for before in self.pools[:number])
-        counts, means, credits = (found[first : first + len(pool.urls)] for found in self._found)
+        counts, means, credits, learned = (found[first : first + len(pool.urls)] for found in self._found)
         unfinished = [int(count or 0) for count in counts]
-        scores = self._score(pool, unfinished, means, [credit or 0.0 for credit in credits])
+        scores = self._score(pool, unfinished, means, [credit or 0.0 for credit in credits], learned)
         seen = [
             Weighed(url, score if score is None or math.isfinite(score) else None, count, speed, mean)
             for url, score, count, speed, mean in zip(pool.urls, scores, unfinished, pool.speeds, means, strict=True)

@@ -19,7 +19,8 @@ class Pool:
     """The candidates for one model and role: `urls[i]` has the effective speed `speeds[i]`.
 
     `packed` is the same as acquire.lua takes it, ready for the wire: how many, all urls, all speeds, `words` in all.
-    `kept`: the snapshot gives the same object again, so what is made of it is worth keeping as well.
+    `kept`: the snapshot gives the same object again, so what is made of it is worth keeping as well. `model`: "" where
+    it is of nodes and not of a model.
     """
 
     version: int
@@ -28,6 +29,7 @@ class Pool:
     words: int = field(repr=False)
     packed: bytes = field(repr=False)
     kept: bool = False
+    model: str = ""
 
 
 def effective_speeds(nodes: Iterable[Node]) -> tuple[float, ...]:
@@ -71,7 +73,12 @@ class Snapshot:
     def without(self, pool: Pool, urls: Collection[str]) -> Pool | None:
         """The candidates but `urls`; None where nobody is left."""
         left = [self.nodes[url] for url in pool.urls if url not in urls]
-        return self._pool_of(left) if left else None
+        return self._pool_of(left, model=pool.model) if left else None
+
+    def host_header(self, url: str) -> str:
+        """Under which name the node is spoken to; empty: that of its URL."""
+        node = self.nodes.get(url)
+        return node.host_header if node is not None else ""
 
     def knows(self, model: str) -> bool:
         """Whether any node, a gone one too, has the model."""
@@ -125,11 +132,11 @@ class Snapshot:
             chosen = [node for node in having if node.state == state]
             closed = [node for node in chosen if node.breaker == Breaker.CLOSED]
             if chosen:
-                return self._pool_of(closed or least_bad(chosen), kept=True)
+                return self._pool_of(closed or least_bad(chosen), kept=True, model=model)
         raise NoNodeAvailable(f"no {words} node with the model {model!r} is alive")
 
-    def _pool_of(self, nodes: Sequence[Node], *, kept: bool = False) -> Pool:
+    def _pool_of(self, nodes: Sequence[Node], *, kept: bool = False, model: str = "") -> Pool:
         speeds = effective_speeds(nodes)
         urls = tuple(node.url for node in nodes)
         words: tuple[Argument, ...] = (len(urls), *urls, *map(repr, speeds))
-        return Pool(self.version, urls, speeds, len(words), packed(*words), kept)
+        return Pool(self.version, urls, speeds, len(words), packed(*words), kept, model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ from app import __version__
 from app.balancing import WEIGHS, Candidate, Encoder, Weighing, weigh_encoders
 from app.balancing.encoders import ENCODER_POLICIES
 from app.errors import ModelNotFound, NoNodeAvailable, StoreUnavailable
-from app.nodes import Breaker, Node, Role, State
+from app.nodes import Breaker, Node, Role, State, about_itself
 from app.store import decisions
 from app.store.dispatched import of_last_minute
 from app.store.keys import Keys
@@ -48,6 +49,14 @@ class Arrangement:
     serving: str
     fallback: bool = False
     dummy_prefill: bool = False
+    strategies: str = ""  # of models that have one of their own: JSON, model -> strategy
+
+    def strategy_of(self, model: str) -> str:
+        try:
+            found = json.loads(self.strategies or "{}").get(model)
+        except (ValueError, AttributeError):
+            found = None
+        return found if found in WEIGHS else self.strategy
 
 
 def read_arrangement(fields: Mapping[str, str]) -> Arrangement | None:
@@ -56,7 +65,7 @@ def read_arrangement(fields: Mapping[str, str]) -> Arrangement | None:
     if strategy not in WEIGHS or encoder_policy not in ENCODER_POLICIES or serving not in ("Hybrid", "DistServe"):
         return None
     flags = {name: fields.get(name) == "1" for name in ("fallback", "dummy_prefill")}
-    return Arrangement(strategy, encoder_policy, serving, **flags)
+    return Arrangement(strategy, encoder_policy, serving, **flags, strategies=fields.get("strategies", ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,7 @@ class Counts:
     unfinished: Mapping[str, int]
     mean_s: Mapping[str, float]
     explored: Mapping[str, int]
+    learned: Mapping[str, float]
     cursor: int
     credit: Mapping[str, float]
 
@@ -121,16 +131,17 @@ class View:
         """An `explain`. Raises ModelNotFound; StoreUnavailable only where there is no worker."""
         try:
             arrangement, counts = await self._reached(self._read_counts())
-            trouble = False
-        except StoreUnavailable:
+            trouble = None
+        except StoreUnavailable as e:
             if self._ledger is None:
                 raise
-            arrangement, counts, trouble = self._arrangement, self._own_counts(self._ledger), True
+            arrangement, counts, trouble = self._arrangement, self._own_counts(self._ledger), e.message
         snapshot = self._registry.snapshot
         if not snapshot.knows(model):
             raise ModelNotFound(f"The model {model[:200]!r} does not exist.", param="model")
-        shunned = {url for url in snapshot.nodes if trouble and self._ledger is not None and self._ledger.shuns(url)}
-        return explanation(snapshot, model, arrangement, counts, shunned)
+        alone = self._ledger if trouble is not None else None
+        shunned = {url for url in snapshot.nodes if alone is not None and alone.shuns(url)}
+        return _of_redis(trouble) | explanation(snapshot, model, arrangement, counts, shunned)
 
     async def watch(self) -> None:
         """Say that somebody looks: once a second. Raises StoreUnavailable."""
@@ -209,11 +220,19 @@ class View:
                 pipe.hgetall(keys.unfinished)
                 pipe.hgetall(keys.latency_mean)
                 pipe.hgetall(keys.explored)
+                pipe.hgetall(keys.learned)
                 pipe.get(keys.encoder_cursor)
                 pipe.hgetall(keys.encoder_credit)
                 pipe.hgetall(keys.arrangement)
-                unfinished, means, explored, cursor, credit, arrangement = await pipe.execute()
-            counts = Counts(_counts(unfinished), _floats(means), _counts(explored), number(cursor), _floats(credit))
+                unfinished, means, explored, learned, cursor, credit, arrangement = await pipe.execute()
+            counts = Counts(
+                _counts(unfinished),
+                _floats(means),
+                _counts(explored),
+                _floats(learned),
+                number(cursor),
+                _floats(credit),
+            )
             return self._arrangement or read_arrangement(arrangement), counts
 
         return await registry.guarded(read)
@@ -224,7 +243,8 @@ class View:
         found = {url: ledger.latencies.mean_s(url) for url in self._registry.snapshot.nodes}
         means = {url: mean_s for url, mean_s in found.items() if mean_s is not None}
         cursor, credit = ledger.round_of_encoders
-        return Counts(ledger.counts, means, {}, cursor, credit)
+        learned = {url: speed for url in found if (speed := ledger.learned(url)) is not None}
+        return Counts(ledger.counts, means, {}, learned, cursor, credit)
 
     def _alone(self, ledger: Ledger, trouble: str) -> Standing:
         snapshot = self._registry.snapshot
@@ -266,7 +286,7 @@ def state_of(standing: Standing) -> Json:
         "strategy": arrangement and arrangement.strategy,
         "encoder_policy": arrangement and arrangement.encoder_policy,
         "serving": arrangement and arrangement.serving,
-        "redis": {"up": standing.trouble is None, "reason": standing.trouble},
+        **_of_redis(standing.trouble),
         "registry_version": overview.version,
         "models": Snapshot(overview.version, nodes).models(),
         "nodes": [_node(node, standing, of_role[node.role]) for node in nodes.values()],
@@ -281,13 +301,17 @@ def state_of(standing: Standing) -> Json:
     }
 
 
+def _of_redis(trouble: str | None) -> Json:
+    return {"redis": {"up": trouble is None, "reason": trouble}}
+
+
 def _node(node: Node, standing: Standing, of_its_role: int) -> Json:
     requests = standing.requests.get(node.url, 0)
     return {
         "url": node.url,
         "role": node.role.name,
         "state": node.state.value,
-        "reason": node.reason,
+        "reason": about_itself(node.reason, node.url),
         "breaker": node.breaker.value,
         "models": list(node.models),
         "speed": node.speed,
@@ -334,7 +358,7 @@ def explanation(
 ) -> Json:
     rule, choices = "", []
     if arrangement is not None:
-        rule = WEIGHS[arrangement.strategy]([Candidate(1.0, 0)]).rule
+        rule = WEIGHS[arrangement.strategy_of(model)]([Candidate(1.0, 0)]).rule
     for roles in _roles(snapshot, model, arrangement):
         pool = _pool(snapshot, model, roles)
         if pool is not None and shunned.intersection(pool.urls):
@@ -353,7 +377,7 @@ def explanation(
                 ],
             }
         )
-    strategy = arrangement and arrangement.strategy
+    strategy = arrangement and arrangement.strategy_of(model)
     return {"model": model, "strategy": strategy, "rule": rule, "choices": choices}
 
 
@@ -384,9 +408,15 @@ def _weigh(arrangement: Arrangement | None, pool: Pool, counts: Counts, roles: t
         return Weighing([None] * len(pool.urls), [0.0] * len(pool.urls), "")
     if roles == (Role.Encode,):
         return _weigh_encoders(arrangement, pool.urls, pool.speeds, counts.unfinished, counts.credit, counts.cursor)
-    return WEIGHS[arrangement.strategy](
+    return WEIGHS[arrangement.strategy_of(pool.model)](
         [
-            Candidate(speed, counts.unfinished.get(url, 0), counts.mean_s.get(url), counts.explored.get(url, 0))
+            Candidate(
+                speed,
+                counts.unfinished.get(url, 0),
+                counts.mean_s.get(url),
+                counts.explored.get(url, 0),
+                counts.learned.get(url),
+            )
             for url, speed in zip(pool.urls, pool.speeds, strict=True)
         ]
     )
@@ -428,7 +458,7 @@ def _why_not(node: Node, model: str, shunned: bool) -> str:
     if model not in node.models:
         return "it does not have the model"
     if node.state is not State.READY:
-        return f"it is {node.state.value}" + (f": {node.reason}" if node.reason else "")
+        return f"it is {node.state.value}" + (f": {reason}" if (reason := about_itself(node.reason, node.url)) else "")
     if node.breaker is Breaker.HALF_OPEN:
         return "its breaker is half open: one request may try it"
     if node.breaker is Breaker.OPEN:

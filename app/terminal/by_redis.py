@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from app.errors import EvenhandError, ModelNotFound
-from app.nodes import Role, State
 from app.redis_url import RedisPlace
 from app.store.view import View, explain_over_redis, over_redis, view_over_redis
 from app.terminal.failures import CommandError, UnknownModel
+from app.terminal.listed import listed
 from app.terminal.words import printable
 
 WATCH_EVERY_S = 1.0
@@ -41,20 +41,7 @@ class ByRedis:
 
     def nodes(self, *, gone: bool) -> dict[str, dict[str, Any]]:
         """What `/nodes/status` says of them, as far as the view has it."""
-        return {
-            node["url"]: {
-                "role": int(Role[node["role"]]),
-                "models": node["models"],
-                "unfinished": node["unfinished"],
-                "latency": node["latency_s"][::-1],
-                "speed": node["speed"],
-                "state": node["state"],
-                "reason": node["reason"],
-                "role_name": node["role"],
-            }
-            for node in self.state()["nodes"]
-            if gone or node["state"] != State.GONE
-        }
+        return listed(self.state(), gone=gone)
 
     def watch(self, interval_s: float) -> Iterator[tuple[str, Any]]:
         # One loop and one connection for all looks; between two of them nothing has to run.
@@ -99,4 +86,4 @@ def place_name(place: RedisPlace, namespace: str) -> str:
     where = ",".join(address.name for address in place.asked) or place.redis.name
     kind = f"{place.kind.value} " if place.asked else ""
     master = f"/{place.master}" if place.master else ""
-    return f"Redis at {kind}{where}{master} ({namespace})"
+    return f"Redis at {kind}{where}{master}, namespace {namespace}"

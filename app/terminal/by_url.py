@@ -11,6 +11,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
@@ -107,7 +108,7 @@ class ByUrl:
             return self._opener.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as e:
             with e:
-                raise _refusal(e) from e
+                raise _refusal(e, with_key=bool(self._key)) from e
         except urllib.error.URLError as e:
             reason = _reason(e.reason)
             raise CommandError(f"can't reach {self.name}: {reason}; is it another --url (EVENHAND_URL)?") from e
@@ -132,15 +133,17 @@ def events(lines: Iterable[bytes]) -> Iterator[tuple[str, str]]:
             data.append(value)
 
 
-def _refusal(e: urllib.error.HTTPError) -> Refused:
+def _refusal(e: urllib.error.HTTPError, *, with_key: bool) -> Refused:
     text, code = str(e.reason), None
     try:
         error = json.loads(e.read())["error"]
         text, code = error["message"], error.get("code")
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         pass
-    hint = "; give --admin-key (EVENHAND_ADMIN_KEY)" if e.code in (401, 403) else ""
-    return Refused(f"{e.code} {printable(text)}{hint}", e.code, code)
+    if e.code == HTTPStatus.UNAUTHORIZED and not with_key:
+        # How a header is sent is no matter of who types a command.
+        text = text.partition(": send `")[0].rstrip(". ") + "; give --admin-key (EVENHAND_ADMIN_KEY)"
+    return Refused(f"{e.code} {printable(text)}", e.code, code)
 
 
 def _reason(reason: object) -> str:

@@ -12,12 +12,14 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from app.terminal.words import count, printable, reason_of
+from app.nodes import Role, about_itself
+from app.terminal.words import count, printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 EIGHTHS = " ▏▎▍▌▋▊▉"
 WINDOW = 15
 SORTS = ("trouble", "load", "name")
+ROLES = [role.name for role in Role]
 
 STATE_STYLE = {
     "ready": "green",
@@ -115,12 +117,18 @@ def node_lines(state: dict[str, Any], width: int, sort: str) -> list[Text]:
     loads = loads_of(state["nodes"])
     most = max(loads.values(), default=0.0)
     order: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "trouble": lambda node: TROUBLES.index(_trouble(node)),
-        "load": lambda node: -loads[node["url"]],
+        "trouble": lambda node: (TROUBLES.index(_trouble(node)), _place(node)),
+        "load": lambda node: (_place(node), -loads[node["url"]]),
         "name": lambda node: str(node["url"]),
     }
     nodes = sorted(state["nodes"], key=order[sort])  # stable: alike ones stay as they are registered
-    return [_node(node, c, loads[node["url"]] / most if most else 0.0) for node in nodes]
+    known = state["redis"]["up"]
+    return [_node(node, c, loads[node["url"]] / most if most else 0.0, known, width) for node in nodes]
+
+
+def _place(node: dict[str, Any]) -> int:
+    """Nodes of a role stand together."""
+    return ROLES.index(node["role"]) if node["role"] in ROLES else len(ROLES)
 
 
 def loads_of(nodes: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -142,23 +150,26 @@ def _trouble(node: dict[str, Any]) -> str:
     return "" if node["state"] == "ready" else "other"
 
 
-def _node(node: dict[str, Any], c: Columns, part: float) -> Text:
+def _node(node: dict[str, Any], c: Columns, part: float, known: bool, width: int) -> Text:
+    """`known`: whether Redis is there to say what all workers together sent there."""
     state, style = printable(node["state"]), STATE_STYLE.get(node["state"], "")
-    if node["breaker"] != "closed":
-        state, style = f"{'open' if node['breaker'] == 'open' else 'half-open'}", "bold red"
+    if node["state"] == "ready" and node["breaker"] != "closed":
+        state, style = "open" if node["breaker"] == "open" else "half-open", "bold red"
     window = [value for value in node["latency_s"] if value is not None]
     mean = sum(window) / len(window) if window else None
-    reason = printable(reason_of(node["reason"], node["url"]))
-    if node["breaker"] != "closed":
-        reason = f"breaker {node['breaker'].replace('_', '-')}, {count(node['failures'], 'failure')} in a row {reason}"
+    reason = _reason(node)
     url = printable(node["url"]).removeprefix("http://")
+    start = [(state, c.state, "left", style), (printable(node["role"]), c.role, "left", "")]
+    if cell_len(reason) > c.reason and not node["unfinished"] and node["state"] != "ready":
+        # Nothing runs there: the cells of its load and latency are the reason's.
+        url = sized(url, c.url, "tail").rstrip()
+        return _row([*start, (f"{url}: {reason}", width - c.state - c.role - 2, "left", "bold")])
     if reason and not c.reason:
         url = f"{url}: {reason}" if cell_len(url) + 8 < c.url else url
-    share = node["share"]
+    share = node["share"] if known else None
     return _row(
         [
-            (state, c.state, "left", style),
-            (printable(node["role"]), c.role, "left", ""),
+            *start,
             (url, c.url, "left" if reason and ": " in url else "tail", "bold" if _trouble(node) else ""),
             (bar(part, c.bar), c.bar, "left", "cyan"),
             (f"{node['unfinished']}", c.number, "right", ""),
@@ -169,6 +180,15 @@ def _node(node: dict[str, Any], c: Columns, part: float) -> Text:
             (reason, c.reason, "left", "red"),
         ]
     )
+
+
+def _reason(node: dict[str, Any]) -> str:
+    """What matters most first: the breaker of a node that is down is an addition."""
+    words = [printable(about_itself(node["reason"], node["url"]))]
+    if node["breaker"] != "closed":
+        failures = count(node["failures"], "failure")
+        words.append(f"breaker {printable(node['breaker']).replace('_', '-')}, {failures} in a row")
+    return "; ".join(filter(None, words))
 
 
 def bar(part: float, width: int) -> str:

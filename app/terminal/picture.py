@@ -18,14 +18,22 @@ from app.terminal.feed import Seen
 from app.terminal.node_table import SORTS, node_head, node_lines, sized
 from app.terminal.words import count, printable, span
 
+DECISIONS = "latest decisions: a sample, at most 5 a second of each worker"
 OLD_S = 3.0
 """Where a state comes each second: an older one is no longer the present."""
+AWAY = (
+    "counts are of this worker only; the other workers are not shown",
+    "leases, the last minute and decisions are not known while Redis is away",
+)
 LINK_MARKS = {
     "connected": ("●", "green"),
     "connecting": ("◐", "yellow"),
     "failed": ("✗", "bold red"),
     "undoing": ("○", "yellow"),
+    "stale": ("-", "dim"),
 }
+DEAD = ("down", "gone")
+"""A link of such a node is none, whatever was noted of it."""
 
 
 @dataclass(slots=True)
@@ -73,8 +81,8 @@ def draw(
     nodes = Section("nodes", node_lines(state, width, sort), "node", least=6, head=node_head(width))
     workers = Section("workers", [_worker(worker, state["redis"]["up"]) for worker in state["workers"]], "worker")
     encoders = Section("encoders, in the order of the round", _encoders(state["encoders"], width), "line", least=1)
-    links = Section("links: prefill down, decode across", _links(state["links"], width), "line", least=4)
-    decisions = Section("latest decisions", [_decision(one) for one in seen.decisions], "decision", least=4)
+    links = Section("links: prefill down, decode across", _links(_noted(state), width), "line", least=4)
+    decisions = Section(DECISIONS, [_decision(one) for one in seen.decisions], "decision", least=4)
     room = None if height is None else max(height - len(top), 0)
     dropped = _fit([nodes, decisions, workers, encoders, links], [nodes, workers, encoders, links, decisions], room)
     lines = top
@@ -131,7 +139,10 @@ def _summary(seen: Seen, old: bool) -> list[Text]:
     requests = sum(node["requests"] for node in nodes if node["role"] != "Prefill" and node["role"] != "Encode")
     what = " ".join(printable(state[name]) for name in ("serving", "strategy") if state[name])
     first = Text.assemble(("Evenhand ", "bold"), printable(state["version"] or ""), f"  {what}", "  Redis ")
-    if state["redis"]["up"]:
+    up = state["redis"]["up"]
+    if up and old:
+        first.append("not known now", style="bold red")  # it may be Redis itself that is silent
+    elif up:
         first.append("up", style="green")
     else:
         first.append(f"away: {printable(state['redis']['reason'])}", style="bold red")
@@ -139,12 +150,16 @@ def _summary(seen: Seen, old: bool) -> list[Text]:
         first.append(f"  {_clock(state['time'])}", style="dim")
     second = Text.assemble(
         (f"{ready}/{len(nodes)} nodes ready", "green" if ready == len(nodes) and nodes else "bold red"),
-        f"  {unfinished:,} unfinished  {requests:,} requests/min  {count(len(state['workers']), 'worker')}",
-        f"  {count(len(state['models']), 'model')}",
+        f"  {unfinished:,} unfinished on nodes  {f'{requests:,}' if up else '-'} given/min",
+        f"  {count(len(state['workers']), 'worker')}  {count(len(state['models']), 'model')}",
     )
     lines = [first, second]
+    if not up:
+        lines += [Text(words, style="bold yellow") for words in AWAY]
+    if any(node["role"] in ("Prefill", "Encode") for node in nodes):
+        lines.append(Text("unfinished: a split request counts on each of its nodes", style="dim"))
     if old:
-        why = printable(seen.trouble) or "nothing comes"
+        why = printable(seen.trouble).rstrip(". ") or "nothing comes"
         lines.insert(0, Text(f"{span(seen.age_s)} old: {why}; it is tried again", style="bold red"))
     return lines
 
@@ -183,6 +198,12 @@ def _encoders(encoders: dict[str, Any], width: int) -> list[Text]:
     return lines
 
 
+def _noted(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The links; those of a dead node are stale."""
+    dead = {node["url"] for node in state["nodes"] if node["state"] in DEAD}
+    return [{**link, "state": "stale"} if dead & {link["prefill"], link["decode"]} else link for link in state["links"]]
+
+
 def _links(links: Sequence[dict[str, Any]], width: int) -> list[Text]:
     """A line for each prefill node, a column for each decode node; the columns are named below."""
     if not links:
@@ -203,6 +224,8 @@ def _links(links: Sequence[dict[str, Any]], width: int) -> list[Text]:
             line.append(f"  {mark}", style=style)
         lines.append(line)
     lines += [Text(f"{place:>3} {printable(url)}", style="dim") for place, url in enumerate(shown, 1)]
+    if any(link["state"] == "stale" for link in links):
+        lines.append(Text("  - stale: a node of it is down", style="dim"))
     return lines
 
 
@@ -228,6 +251,6 @@ def _decision(decision: dict[str, Any]) -> Text:
         line.append(printable(decision["node"] or "nobody").removeprefix("http://"))
     if decision["tries"]:
         last = decision["tries"][-1]
-        score = "" if last["score"] is None else f"score {last['score']:.3g} "
-        line.append(f"  {score}of {len(last['candidates']) + last['left_off']}", style="dim")
+        score = "" if last["score"] is None else f"score {last['score']:.3g}, "
+        line.append(f"  {score}{count(len(last['candidates']) + last['left_off'], 'candidate')}", style="dim")
     return line

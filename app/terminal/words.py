@@ -34,11 +34,6 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def reason_of(reason: str, url: str) -> str:
-    """What is wrong with a node, without its own address, which stands beside it."""
-    return reason.replace(f"engine {url} ", "").removeprefix(f"engine {url}").strip(" :")
-
-
 def span(seconds: float) -> str:
     """A length of time with two digits or so: `0.3 s`, `12 s`, `5 min`, `3 h`, `2 d`."""
     for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):

@@ -152,7 +152,7 @@ class Http1Transport:
     async def _open_socket(self, connection: Connection) -> None:
         loop, target = connection.loop, connection.target
         tls = self._context() if target.scheme == "https" else None
-        name = target.host if tls is not None else None
+        name = target.server_name if tls is not None else None
         if target.is_literal:
             await loop.create_connection(lambda: connection, target.host, target.port, ssl=tls, server_hostname=name)
             return

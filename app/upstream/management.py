@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,6 +23,7 @@ from yarl import URL
 
 from app.errors import EngineAnswered, EngineBroke, EngineTimeout, EngineUnreachable, UpstreamError
 from app.upstream.failures import connect_failure
+from app.upstream.transport import server_name
 
 _HEALTH_LIMIT_BYTES = 64 * 1024
 _MODELS_LIMIT_BYTES = 4 * 1024 * 1024  # an engine with thousands of adapters lists some hundred bytes for each
@@ -67,6 +68,7 @@ class EngineClient:
         timeout_s: for `models` and `terminate`.
         profile_timeout_s: for `profile`.
         tls: for https engines; None verifies against the system's certificates.
+        host_header: the one of an engine's URL; empty: what stands in the URL.
     """
 
     def __init__(
@@ -76,20 +78,27 @@ class EngineClient:
         timeout_s: float = 10.0,
         profile_timeout_s: float = _PROFILE_TIMEOUT_S,
         tls: ssl.SSLContext | None = None,
+        host_header: Callable[[str], str] = lambda url: "",
     ) -> None:
         self._probe_timeout_s = probe_timeout_s
         self._timeout_s = timeout_s
         self._profile_timeout_s = profile_timeout_s
         self._tls = tls
+        self._host_header = host_header
         self._session: aiohttp.ClientSession | None = None
 
-    async def models(self, url: str, key: str | None) -> tuple[str, ...]:
+    async def models(self, url: str, key: str | None, *, host_header: str | None = None) -> tuple[str, ...]:
         """The ids of the engine's `/v1/models`, each once, in its order; () where it has none yet.
+
+        Args:
+            host_header: of an engine that is not known yet.
 
         Raises:
             UpstreamError: it can't be reached (EngineUnreachable, EngineTimeout), or what it answers is no list.
         """
-        status, body = await self._get(url, "/v1/models", key, self._timeout_s, _MODELS_LIMIT_BYTES)
+        status, body = await self._ask(
+            "GET", url, "/v1/models", key, self._timeout_s, _MODELS_LIMIT_BYTES, named=host_header
+        )
         if status != 200:
             raise EngineAnswered(f"engine {url} answered {status} to /v1/models", answered=status)
         try:
@@ -167,7 +176,15 @@ class EngineClient:
         return await self._ask("GET", url, path, key, timeout_s, limit)
 
     async def _ask(
-        self, method: str, url: str, path: str, key: str | None, timeout_s: float, limit: int, content: bytes = b""
+        self,
+        method: str,
+        url: str,
+        path: str,
+        key: str | None,
+        timeout_s: float,
+        limit: int,
+        content: bytes = b"",
+        named: str | None = None,
     ) -> tuple[int, bytes]:
         """Status and body of one request; at most `limit` bytes of a body are taken in.
 
@@ -177,6 +194,9 @@ class EngineClient:
         headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         if content:
             headers["Content-Type"] = "application/json"
+        named = self._host_header(url) if named is None else named
+        if named:
+            headers["Host"] = named
         async with (
             _mapped(url, timeout_s),
             self._opened().request(
@@ -184,6 +204,7 @@ class EngineClient:
                 URL(url + path, encoded=True),
                 headers=headers,
                 data=content or None,
+                server_hostname=server_name(named) or None,
                 allow_redirects=False,  # the key is for this engine and no other address
                 timeout=aiohttp.ClientTimeout(total=timeout_s or None),
             ) as answer,

@@ -32,11 +32,24 @@ class Target:
 
     Args:
         url: as `app.nodes.normalise_url` spells it.
+        named: the Host it is sent instead of the URL's, and the name that its certificate must have; as
+            `app.nodes.parse_host_header` spells it. Empty: the URL's.
     """
 
-    __slots__ = ("host", "host_header", "is_literal", "origin", "port", "prefix", "scheme", "url")
+    __slots__ = (
+        "host",
+        "host_header",
+        "is_literal",
+        "named",
+        "origin",
+        "port",
+        "prefix",
+        "scheme",
+        "server_name",
+        "url",
+    )
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, named: str = "") -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"not a normalised engine URL: {url!r}")
@@ -45,12 +58,21 @@ class Target:
         self.host = parts.hostname
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.prefix = parts.path.rstrip("/").encode("ascii")
-        self.host_header = parts.netloc.encode("ascii")
+        self.named = named
+        self.host_header = (named or parts.netloc).encode("ascii")
+        self.server_name = server_name(named) or self.host
         self.origin = f"{self.scheme}://{self.host}:{self.port}"  # what a connection can be shared by
+        if self.scheme == "https" and named:
+            self.origin += f" as {self.server_name}"  # no other name was verified
         self.is_literal = _is_address(self.host)
 
     def __repr__(self) -> str:
         return f"Target({self.url!r})"
+
+
+def server_name(named: str) -> str:
+    """The name in a host header; empty for none."""
+    return urlsplit(f"//{named}").hostname or ""
 
 
 def _is_address(host: str) -> bool:

@@ -4,7 +4,7 @@
 --   size candidates; the speed of i is speeds[before + i]; counts[i]: its unfinished requests, false for 0;
 --   draw: a number in [0, 1); the others are for policies that read latencies
 -- Twin: app/balancing/min_expected_latency.py.
-local READS_UNFINISHED, READS_LATENCY = true, false
+local READS_UNFINISHED, READS_LATENCY, READS_LEARNED = true, false, false
 
 local function choose(size, speeds, before, counts, means, tries, draw, chance)
     local least, ties, first = math.huge, 0, 1

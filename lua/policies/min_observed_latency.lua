@@ -8,7 +8,7 @@
 -- time, with the chance EXPLORE_RATIO after an exploration that brought no latency (a node that
 -- fails fast must not draw the traffic). With no history anywhere: the least unfinished / speed.
 -- Twin: app/balancing/min_observed_latency.py.
-local READS_UNFINISHED, READS_LATENCY = true, true
+local READS_UNFINISHED, READS_LATENCY, READS_LEARNED = true, true, false
 local EXPLORE_RATIO = 0.1
 
 local function choose(size, speeds, before, counts, means, tries, draw, chance)

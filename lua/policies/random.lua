@@ -5,7 +5,7 @@
 --   policies that read counts or latencies
 -- Twin: app/balancing/random.py. The order of the additions is part of the contract: both sides
 -- must round alike.
-local READS_UNFINISHED, READS_LATENCY = false, false
+local READS_UNFINISHED, READS_LATENCY, READS_LEARNED = false, false, false
 
 local function choose(size, speeds, before, counts, means, tries, draw, chance)
     local total = 0

@@ -28,7 +28,7 @@ def unseen(unfinished: int = 0, explored: int = 0, speed: float = 1.0) -> Candid
 
 
 def test_the_strategies_are_those_that_the_command_line_offers() -> None:
-    assert set(POLICIES) == {"min_expected_latency", "random", "min_observed_latency"}
+    assert set(POLICIES) == {"min_expected_latency", "random", "min_observed_latency", "least_expected_delay"}
 
 
 # --- min_expected_latency -------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_min_observed_explores_a_failing_node_with_one_request_in_ten() -> None:
     assert abs(chosen[1] - 1000) <= 100
 
 
-@pytest.mark.parametrize("policy", ["min_expected_latency", "random", "min_observed_latency"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_equal_candidates_are_taken_equally_often(policy: str) -> None:
     draws = random.Random(22)
     candidates = [Candidate(1, 0, 0.25)] * 3
@@ -169,3 +169,63 @@ def test_a_node_without_speed_counts_as_the_average(
 
 def test_effective_speeds_takes_any_iterable_once() -> None:
     assert effective_speeds(iter([Node("http://a", speed=2.0), Node("http://b")])) == (2.0, 2.0)
+
+
+# --- least_expected_delay -------------------------------------------------------------------------
+
+least_expected = POLICIES["least_expected_delay"]
+
+
+def learned(speed: float, unfinished: int = 0, *, given: float = 1.0) -> Candidate:
+    return Candidate(given, unfinished, learned=speed)
+
+
+def newcomer(unfinished: int = 0, *, given: float = 1.0) -> Candidate:
+    return Candidate(given, unfinished)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "draws", "chosen"),
+    [
+        ([learned(10, 3), learned(20, 6)], HALF, 1),  # 0.4 against 0.35
+        ([learned(10, 2), learned(20, 6)], HALF, 0),  # 0.3
+        ([learned(10), learned(20)], HALF, 1),  # idle ones too: the faster
+        ([learned(10, 1, given=9), learned(20, given=1)], HALF, 1),  # what was learned goes before what was said
+        ([learned(10, 1), learned(20, 3), learned(5)], (0.34, 0.5), 1),  # all three tie at 0.2: by the draw
+        ([learned(10, 1), learned(20, 3), learned(5)], (0.67, 0.5), 2),
+        # Nobody is learned: the operator's speeds, or none.
+        ([newcomer(1, given=1), newcomer(2, given=2)], HALF, 1),  # 2 against 1.5
+        ([newcomer(2), newcomer(1), newcomer(3)], HALF, 1),
+        # One of two is: the other counts as 10 * (1 - 0.9 / 2) = 5.5. An idle one at 0.18 against 0.2 and 0.1.
+        ([learned(10, 1), newcomer()], HALF, 1),
+        ([learned(10, 0), newcomer()], HALF, 0),
+        ([learned(10, 1), newcomer(1)], HALF, 0),  # 0.36
+        ([learned(10, 3), newcomer(1)], HALF, 1),
+        ([learned(10, 0, given=1), newcomer(given=4)], HALF, 1),  # 22, by the operator's word
+        # Three of four: 10 * (1 - 0.9 * 3 / 4) = 3.25, 0.31.
+        ([learned(10, 3), learned(10, 3), learned(10, 3), newcomer()], HALF, 3),
+        ([learned(10, 2), learned(10, 3), learned(10, 3), newcomer()], HALF, 0),
+        # Exploring: an idle newcomer with a chance of one in ten, never a busy one.
+        ([learned(10, 0), newcomer()], (0.5, 0.0999), 1),
+        ([learned(10, 0), newcomer(1)], (0.5, 0.0999), 0),
+        ([learned(10, 0), newcomer(), newcomer()], (0.5, 0.0999), 2),
+        # ... any idle node with one in 200.
+        ([learned(10, 0), learned(1, 0)], (0.5, 0.0049), 1),
+        ([learned(10, 0), learned(1, 0)], (0.5, 0.005), 0),
+        ([learned(10, 0), learned(1, 1)], (0.5, 0.0), 0),
+        ([learned(10, 8), learned(1, 1)], (0.5, 0.0), 0),  # 0.9 against 2: nobody idles
+    ],
+)
+def test_least_expected(candidates: list[Candidate], draws: tuple[float, float], chosen: int) -> None:
+    assert least_expected(candidates, draws) == (chosen, False)
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_least_expected_gives_a_node_that_never_answers_at_most_one_in_ten(failed: bool) -> None:
+    draws = random.Random(23)
+    # It fails at once, so it always idles; the others are idle too, and learned.
+    others = [learned(10), learned(40)]
+    candidates = [*others, newcomer() if not failed else learned(40 / 2**4)]
+    chosen = Counter(least_expected(candidates, (draws.random(), draws.random()))[0] for _ in range(10_000))
+    # Binomial(10000, 1/10): 1000, standard deviation 30. What failed is explored with one in 200, a third of it.
+    assert chosen[2] <= (1100 if not failed else 50)

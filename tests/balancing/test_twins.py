@@ -23,9 +23,12 @@ SPEEDS = st.one_of(
 MEANS = st.one_of(st.none(), st.sampled_from([0.25, 0.5, 0.1]), st.floats(min_value=0, max_value=1e6, allow_nan=False))
 # Small counts: ties and idle nodes are where the policies branch.
 COUNTS = st.one_of(st.integers(0, 3), st.integers(0, 10**6))
-CANDIDATES = st.lists(st.builds(Candidate, SPEEDS, COUNTS, MEANS, st.integers(0, 2)), min_size=1, max_size=7)
+LEARNED = st.one_of(st.none(), st.sampled_from([1.0, 2.0, 0.1, 1e-9, 1e12]), st.floats(1e-9, 1e12))
+A_CANDIDATE = st.builds(Candidate, SPEEDS, COUNTS, MEANS, st.integers(0, 2), LEARNED)
+CANDIDATES = st.lists(A_CANDIDATE, min_size=1, max_size=7)
 DRAW = st.one_of(
-    st.sampled_from([0.0, 0.0999, 0.1, 0.5, 0.9999999999999999]), st.floats(min_value=0, max_value=1, exclude_max=True)
+    st.sampled_from([0.0, 0.0049, 0.005, 0.0999, 0.1, 0.5, 0.9999999999999999]),
+    st.floats(min_value=0, max_value=1, exclude_max=True),
 )
 
 
@@ -55,11 +58,13 @@ class Acquirer:
                     pipe.hset(keys.unfinished, url, candidate.unfinished)
                 if candidate.mean_latency_s is not None:
                     pipe.hset(keys.latency_mean, url, f"{candidate.mean_latency_s:.17g}")
+                if candidate.learned:
+                    pipe.hset(keys.learned, url, f"{candidate.learned:.17g}")
                 if candidate.explored:
                     pipe.hset(keys.explored, url, candidate.explored)
             pipe.execute()
         counting = (keys.unfinished, keys.ledger("w"), keys.sessions, keys.version)
-        names = (*counting, keys.latency_mean, keys.explored, keys.load_index)
+        names = (*counting, keys.latency_mean, keys.explored, keys.load_index, keys.learned)
         arguments: list[str | int] = []
         numbers = itertools.count()
         for n, pool in enumerate(pools):
@@ -127,9 +132,18 @@ def test_a_fleet_larger_than_one_batch_of_500(acquirer: Acquirer, policy: str, l
         assert acquirer.counts(acquirer.keys.ledger("w")) == {f"http://n{best}": 1}
 
 
+@pytest.mark.parametrize("size", [32, 33, 700])
+def test_a_large_fleet_of_which_nearly_all_are_learned(acquirer: Acquirer, policy: str, size: int) -> None:
+    candidates = [
+        Candidate(1.0 + i % 3, i % 5, 0.5, learned=None if i % 11 == 7 else 10.0 + i % 13) for i in range(size)
+    ]
+    for draws in ((0.3, 0.5), (0.3, 0.05), (0.7, 0.001)):
+        check_twins(acquirer, policy, candidates, draws)
+
+
 # --- two pools, as for prefill and decode ---------------------------------------------------------
 
-POOL = st.lists(st.builds(Candidate, SPEEDS, COUNTS, MEANS, st.integers(0, 2)), min_size=1, max_size=4)
+POOL = st.lists(A_CANDIDATE, min_size=1, max_size=4)
 
 
 @settings(

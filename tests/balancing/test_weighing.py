@@ -15,12 +15,20 @@ from app.balancing import ENCODER_POLICIES, POLICIES, WEIGHS, Candidate, Encoder
 
 SLICES = 60
 """Of the first draw: groups of 1 to 6 equals all divide it, so the middles of the slices meet each just as often."""
-EXPLORING, SETTLED = (0.05, Fraction(1, 10)), (0.5, Fraction(9, 10))
-"""A second draw that explores and one that does not, with the chance of either: EXPLORE_RATIO is 0.1."""
+SECOND = (0.002, Fraction(1, 200)), (0.05, Fraction(19, 200)), (0.5, Fraction(9, 10))
+"""A second draw that explores whoever idles, one that explores newcomers, one that does neither, with their chances:
+EXPLORE_RATIO and EXPLORE_NEW are 0.1, EXPLORE_IDLE is 0.005."""
 
 MEANS = st.one_of(st.none(), st.sampled_from([0.25, 0.5]), st.floats(0, 1e6))
 FEW = st.lists(
-    st.builds(Candidate, st.sampled_from([1.0, 2.0, 0.5, 1e-300, 1e300]), st.integers(0, 3), MEANS, st.integers(0, 2)),
+    st.builds(
+        Candidate,
+        st.sampled_from([1.0, 2.0, 0.5, 1e-300, 1e300]),
+        st.integers(0, 3),
+        MEANS,
+        st.integers(0, 2),
+        st.one_of(st.none(), st.sampled_from([1.0, 2.0, 40.0])),
+    ),
     min_size=1,
     max_size=6,
 )
@@ -29,14 +37,14 @@ FEW = st.lists(
 def chances_by_choosing(policy: str, candidates: Sequence[Candidate], slices: int) -> list[Fraction]:
     """How often `choose` takes each, over all draws."""
     taken: Counter[int] = Counter()
-    for second, weight in (EXPLORING, SETTLED):
+    for second, weight in SECOND:
         for one in range(slices):
             index, _ = POLICIES[policy](candidates, ((one + 0.5) / slices, second))
             taken[index] += weight / slices  # type: ignore[assignment]
     return [Fraction(taken[index]) for index in range(len(candidates))]
 
 
-@pytest.mark.parametrize("policy", ["min_expected_latency", "min_observed_latency"])
+@pytest.mark.parametrize("policy", ["min_expected_latency", "min_observed_latency", "least_expected_delay"])
 @settings(max_examples=150, deadline=None)
 @given(candidates=FEW)
 @example(candidates=[Candidate(5e-324, 1), Candidate(5e-324, 2)])
@@ -69,10 +77,13 @@ def test_whoever_is_chosen_has_the_least_score_or_is_explored(
 ) -> None:
     index, exploring = POLICIES[policy](candidates, draws)
     weighing = WEIGHS[policy](candidates)
-    assert weighing.chances[index] > 0 and math.isclose(sum(weighing.chances), 1)
+    assert math.isclose(sum(weighing.chances), 1)
+    assert weighing.chances[index] > 0 or policy == "random"  # 1e-300 of 1e300 is less than a float can say
     known = [score for score in weighing.scores if score is not None]
     if policy == "random":
         assert known == []
+    elif policy == "least_expected_delay" and draws[1] < 0.1:
+        assert candidates[index].unfinished == 0 or weighing.scores[index] == min(known)
     elif not exploring:
         assert weighing.scores[index] == min(known)
     else:

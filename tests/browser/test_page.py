@@ -85,8 +85,9 @@ def test_a_node_is_a_row_with_its_figures_in_words_too(site: Site, open_page: Op
     assert images == [
         "6 unfinished, at speed 4: 1.5 of 2",
         "Last 3 latencies: newest 500 ms, longest 750 ms",
-        "900 requests in the last minute, 75.0 % of its role",
+        "given 900 in the last minute, 75.0 % of its role",
     ]
+    assert cells.locator("td.share .track i").first.evaluate("e => e.style.transform") == "scaleX(0.75)"
     assert cells.locator("td.load .track i").first.evaluate("e => e.style.transform") == "scaleX(0.75)"
     assert page.locator("#nodes-body").evaluate("e => e.style.getPropertyValue('--fair-Hybrid')") == "58%"
     # Also as cards on a phone it stays a table to a screen reader.
@@ -102,9 +103,12 @@ def test_the_figures_at_the_top(site: Site, open_page: Open) -> None:
     site.state["links"] = []
     page = open_page(site.url)
     expect_text(page.locator("#figure-nodes"), "6 of 7")
-    assert "14" in page.locator("#figure-unfinished").inner_text()
+    unfinished = page.locator("#figure-unfinished").inner_text()
+    assert unfinished.startswith("Unfinished on nodes\n14")
+    assert "a split request counts on each of its nodes" in unfinished
     # A split request counts once, where it ends.
-    assert "120 2 a second" in page.locator("#figure-requests").inner_text()
+    requests = page.locator("#figure-requests").inner_text()
+    assert "Given to nodes, last minute" in requests and "120 2 a second" in requests
     assert "1" in page.locator("#figure-workers").inner_text()
     assert page.title() == "✕ 1 breaker open · Evenhand"
 
@@ -129,15 +133,10 @@ def test_the_worst_comes_first_at_the_top_and_in_the_table(site: Site, open_page
         node(6, state="asleep"),
         node(7, state="down", reason="connection refused", models=["other"]),
     ]
-    site.state = state(
-        nodes,
-        redis={"up": False, "reason": "Connection refused"},
-        workers=[worker("good"), worker("bad", 1.25, {ONE: 3})],
-    )
+    site.state = state(nodes, workers=[worker("good"), worker("bad", 1.25, {ONE: 3})])
     page = open_page(site.url)
     page.locator("#troubles li").first.wait_for()
     assert troubles(page) == [
-        "Redis is away",
         "No Hybrid node serves other",
         "1 node down",
         "1 breaker open",
@@ -145,14 +144,110 @@ def test_the_worst_comes_first_at_the_top_and_in_the_table(site: Site, open_page
         "1 breaker half open",
         "1 node asleep",
         "1 node pending",
-        "and 1 more",
+        "1 node draining",
     ]
-    assert "Connection refused" in page.locator("#troubles li").first.inner_text()
     assert urls(page) == [node(i)["url"] for i in (7, 5, 4, 6, 3, 2, 1)]
     assert "connection refused" in row(page, node(7)["url"]).inner_text()
     assert "runs out" in page.locator("#workers-list li").first.inner_text()
     page.get_by_role("button", name="Show these: 1 breaker open").click()
     assert urls(page) == [node(5)["url"]]
+
+
+def test_while_redis_is_away_nothing_is_made_up(site: Site, open_page: Open) -> None:
+    alone = worker("h1-1", 0.0, {ONE: 3})
+    encoder = node(2, role="Encode", requests=40, share=1.0)
+    ring = {"cursor": 1, "next": TWO, "urls": [TWO]}
+    away = {"up": False, "reason": "Connection refused."}
+    busy = node(1, requests=40, share=1.0, unfinished=3)
+    site.state = state([busy, encoder], redis=away, workers=[alone], encoders=ring)
+    page = open_page(site.url)
+    page.locator("#troubles li").first.wait_for()
+    assert troubles(page) == ["Redis is away"]  # no lease runs out: nobody knows
+    line = page.locator("#troubles li").inner_text()
+    assert "Connection refused. Each worker" in line and "the counts of one worker only" in line
+    figures = {name: page.locator(f"#figure-{name} dd").inner_text() for name in ("unfinished", "requests", "workers")}
+    assert figures["unfinished"].split("\n") == ["3", "of this worker only"]
+    assert figures["requests"].split("\n") == [NONE, "unknown"]
+    assert figures["workers"].split("\n") == ["1", "this worker only"]
+    assert row(page, ONE).locator("td.share").inner_text().strip() == NONE
+    assert NONE in page.locator("#encoders-list li").inner_text()
+    assert "lease unknown" in page.locator("#workers-list li").inner_text()
+    assert page.locator("#workers-list li.grave").count() == 0
+    assert page.locator("#decisions-away").is_visible()
+    site.show(state())
+    page.locator("#decisions-away").wait_for(state="hidden")
+
+
+def test_a_request_now_and_then_is_no_rate(site: Site, open_page: Open) -> None:
+    site.state = state([node(1, requests=1, share=1.0)])
+    page = open_page(site.url)
+    row(page, ONE).wait_for()
+    assert page.locator("#figure-requests dd").inner_text().strip() == "1"
+    assert page.locator("#figure-unfinished").inner_text().strip() == "Unfinished on nodes\n0"  # nothing is split
+
+
+def test_a_node_that_is_down_is_told_once_whatever_its_breaker(site: Site, open_page: Open) -> None:
+    site.state = state([node(1), node(2, state="down", breaker="open", failures=6, reason="refused")])
+    page = open_page(site.url)
+    row(page, TWO).wait_for()
+    assert troubles(page) == ["1 node down"]
+    assert "breaker open" in row(page, TWO).inner_text()
+
+
+@pytest.mark.parametrize("width", [360, 1000, 1280])
+def test_a_reason_has_the_whole_row_and_is_not_cut(site: Site, open_page: Open, width: int) -> None:
+    reason = "refused the connection, and said why at some length, " * 4
+    site.state = state([node(1), node(2, state="down", reason=reason)])
+    page = open_page(site.url, width=width)
+    cell = row(page, TWO).locator(".reason")
+    expect_text(cell, "refused the connection")
+    sizes = "e => [e.clientWidth, e.parentElement.clientWidth, e.scrollHeight - e.clientHeight]"
+    mine, rows, cut = cell.evaluate(sizes)
+    assert mine > 0.9 * rows and cut <= 0
+    assert row(page, ONE).locator(".reason").is_hidden()
+    # Nothing lies over it.
+    below = cell.evaluate(
+        "e => Math.max(...[...e.parentElement.children].filter(o => o !== e && o.className !== 'manage')"
+        ".map(o => o.getBoundingClientRect().bottom)) <= e.getBoundingClientRect().top + 1"
+    )
+    assert below or width == 360
+
+
+def test_links_of_a_dead_node_are_stale(site: Site, open_page: Open) -> None:
+    site.state = split()
+    site.state["nodes"][0]["state"] = "down"
+    page = open_page(site.url)
+    cells = page.locator("#links-table tbody td")
+    cells.first.wait_for()
+    stale = "stale: a node of it is down"
+    texts = cells.evaluate_all("all => all.map(one => one.textContent)")
+    assert texts == [stale, stale, "failed", "none"]
+    assert f"2 {stale}" in page.locator("#links-legend").inner_text()
+
+
+def test_counts_of_encoders_are_not_called_prefill_to_decode(site: Site, open_page: Open) -> None:
+    both = [node(1), node(2, role="Encode")]
+    site.state = state(both, handovers={"encoded": 4})
+    page = open_page(site.url)
+    expect_text(page.locator("#handovers"), "encoded")
+    assert page.locator("#links-name").inner_text() == "Handed over"
+    assert "caches held" not in page.locator("#handovers").inner_text()
+    site.show(state([*both, node(3, role="Prefill")], handovers={"encoded": 4}))
+    expect_text(page.locator("#links-name"), "Prefill to decode")
+
+
+def test_the_lists_read_as_sentences_and_nothing_is_cut(site: Site, open_page: Open) -> None:
+    page = open_page(site.url, width=780)
+    row(page, ONE).wait_for()
+    assert page.locator("#sort option").all_inner_texts()[2] == "by trouble, worst first"
+    page.get_by_role("button", name="Add node").click()
+    # As wide as its text wants to be, beside the arrow.
+    fits = """e => {
+      const c = new OffscreenCanvas(1, 1).getContext('2d'), s = getComputedStyle(e);
+      c.font = s.font;
+      return c.measureText(e.selectedOptions[0].text).width <= e.clientWidth - parseFloat(s.paddingLeft) * 2 - 20;
+    }"""
+    assert page.locator("#add-role").evaluate(fits)
 
 
 def test_workers_show_their_ledgers(site: Site, open_page: Open) -> None:
@@ -173,7 +268,8 @@ def test_encoders_are_a_ring_and_links_a_matrix(site: Site, open_page: Open) -> 
     page = open_page(site.url)
     expect_text(page.locator("#encoders-list"), "60.0 %")
     label = page.locator("#ring-label").text_content()
-    assert label is not None and label.startswith("Cursor 4711; next is 10.0.0.6:23333. 1: 10.0.0.5:23333 60.0 %;")
+    assert label is not None and label.startswith("Next is 2: 10.0.0.6:23333. 1: 10.0.0.5:23333 60.0 %;")
+    assert page.locator("#ring .cursor").text_content() == "2"  # as the arcs and the list count
     assert page.locator("#ring path").count() == 3 and page.locator("#ring path.next").count() == 1
     assert "next" in page.locator("#encoders-list li").nth(1).inner_text()
     cells = page.locator("#links-table tbody td").evaluate_all("all => all.map(one => one.textContent)")
@@ -332,6 +428,26 @@ def test_a_decision_opens_to_its_candidates_and_legs(site: Site, open_page: Open
     assert page.locator("#decisions-list > li:visible").count() == 1
 
 
+def test_a_split_decision_names_its_way_and_scores_only_where_there_are_some(site: Site, open_page: Open) -> None:
+    page = open_page(site.url)
+    row(page, ONE).wait_for()
+    leg = {"status": 200, "seconds": 0.1, "error": None}
+    legs = [
+        {"node": url, "stage": stage, **leg} for url, stage in ((ONE, "encode"), (TWO, "prefill"), (THREE, "decode"))
+    ]
+    failed = {"node": ONE, "stage": "prefill", "status": None, "seconds": 0.1, "error": "refused"}
+    tried = {"node": ONE, "stage": "encode", "score": None, "left_off": 0, "candidates": [candidate(1, None)]}
+    site.decide(decision(node=THREE, legs=[failed, *legs], tries=[tried]))
+    entry = page.locator("#decisions-list > li").first
+    expect_text(entry.locator(".to"), "encode 10.0.0.1:23333 → prefill 10.0.0.2:23333 → decode 10.0.0.3:23333")
+    assert "1 failed before" in entry.inner_text()
+    entry.locator("summary").click()
+    caption = entry.locator("caption").first
+    caption.wait_for()
+    assert caption.inner_text() == "encode: 10.0.0.1:23333"
+    assert "A sample: at most 5 requests a second" in page.locator("#decisions").inner_text()
+
+
 def test_new_decisions_wait_while_one_is_open_or_on_demand(site: Site, open_page: Open) -> None:
     page = open_page(site.url)
     row(page, ONE).wait_for()
@@ -364,6 +480,9 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(site: Site, open_page: Open)
     page = open_page(site.url)
     field = page.get_by_label("Admin key", exact=True)
     field.wait_for()
+    assert (
+        page.locator("#key-why").inner_text() == "This needs an admin key."
+    )  # how a program sends it is no matter here
     assert "This needs an admin key" in page.locator("#key-form").inner_text() and page.locator("main").is_hidden()
     assert page.locator("#key").evaluate("e => e === document.activeElement")
     field.fill("wrong")

@@ -22,12 +22,12 @@ def deployment() -> Iterator[Scripted]:
 
 
 def test_findings_are_shown_part_by_part_with_how_to_mend_them() -> None:
-    report = Report("Redis at r:6379 (default)")
+    report = Report("Redis at r:6379, namespace default")
     report.add([ok("redis.version", "Redis 7.4.0"), warn("redis.eviction", "allkeys-lru takes", "CONFIG SET")])
     report.add([bad("nodes.registered", "no node\x1b[2J is", "evenhand nodes add")])
     report.not_checked = [("the save points", "Redis refuses CONFIG GET")]
     assert list(told(report)) == [
-        "Redis at r:6379 (default)",
+        "Redis at r:6379, namespace default",
         "",
         "redis",
         "  ok    version     Redis 7.4.0",

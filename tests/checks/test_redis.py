@@ -33,7 +33,7 @@ def test_a_deployment_that_is_well(well: Well) -> None:
     assert said["keys.layout"].startswith("layout 1, ")
     assert said["workers.totals"] == "2 unfinished requests, the sum of the ledgers"
     assert said["nodes.answers"] == "2 nodes of 2 answer this host's GET /health"
-    assert checked.document["deployment"].endswith("redis.sock (default)")
+    assert checked.document["deployment"].endswith("redis.sock, namespace default")
     assert (checked.document["bad"], checked.document["warn"]) == (0, 0)
 
 
@@ -161,13 +161,16 @@ def test_a_redis_that_is_not_there(check: Check, view: ScriptedView) -> None:
     checked = check("--redis-url", f"redis://127.0.0.1:{free_port()}")
     assert checked.trouble == {"redis.reach": "bad"} and "refused" in checked.of("redis.reach")[0]
     assert checked.of("host.files")  # the host is looked at all the same
-    assert checked.not_checked == ["what Redis was not asked for any more"]
+    assert checked.not_checked == ["keys, workers and nodes"]
 
 
 def test_a_frozen_redis_ends_soon(check: Check, server: PrivateRedis, view: ScriptedView) -> None:
     server.pause()
     try:
-        assert check("--redis-url", server.url).trouble == {"redis.reach": "bad"}
+        checked = check("--redis-url", server.url)
+        assert checked.trouble == {"redis.reach": "bad"}
+        (mend,) = (f["mend"] for f in checked.document["findings"] if f["check"] == "redis.reach")
+        assert mend.startswith("it accepts connections but does not answer")
     finally:
         server.resume()
 
@@ -347,10 +350,14 @@ def test_the_embedded_redis_is_found_in_the_state_dir(
     assert cli.main(["check", "--state-dir", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert err.startswith("evenhand check: no Redis is named") and err.count("\n") == 1
+    assert "--state-dir" in err
+    with pytest.raises(SystemExit):
+        cli.main(["check", "--help"])
+    assert "with 2 when it does not know what to look at" in capsys.readouterr().out
     with PrivateRedis() as server:
         directory = server.directory / "state" / "redis"
         directory.mkdir(parents=True)
         (directory / "redis.sock").symlink_to(server.socket)
         checked = check("--state-dir", str(server.directory / "state"))
-        assert checked.document["deployment"] == f"Redis at {directory / 'redis.sock'} (default)"
+        assert checked.document["deployment"] == f"Redis at {directory / 'redis.sock'}, namespace default"
         assert "redis.reach" not in checked.trouble

@@ -110,6 +110,13 @@ def test_a_node_in_trouble_is_one_warning_with_its_reason(
     assert levels(found) == ({"nodes.trouble": "warn"} if text else {})
 
 
+def test_what_is_well_gets_no_advice() -> None:
+    one = state(node("http://a"), workers=[worker("vm-11-aa")])
+    found = [*nodes.judge(one), *workers.judge(one)]
+    assert says(found, "workers.number") == ["1 worker"]
+    assert [finding.mend for finding in found if finding.level == "ok"] == [""] * len(found)
+
+
 def test_of_many_troubled_nodes_the_first_are_told() -> None:
     said = state(node("http://well"), node("http://too"), *(node(f"http://{n}", state="down") for n in range(50)))
     told = says(nodes.judge(said), "nodes.trouble")

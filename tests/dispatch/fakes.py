@@ -65,6 +65,7 @@ class FakeLedger:
         self.counts: Counter[str] = Counter()
         self.taken: Counter[str] = Counter()
         self.latencies: Counter[str] = Counter()
+        self.learned: list[tuple[str, float]] = []  # url, work
         self.rows_ended: Counter[str] = Counter()
         self.cursor = 0
         self.steps: list[int] = []
@@ -94,6 +95,9 @@ class FakeLedger:
         self.counts[url] += 1
         self.taken[url] += 1
         return Ticket(self, url)  # type: ignore[arg-type]
+
+    def _learn(self, url: str, work: float, latency_s: float) -> None:
+        self.learned.append((url, work))
 
     def _release(self, url: str, latency_s: float | None, *, answered: bool = False) -> None:
         assert self.counts[url] > 0, f"{url} was given back more often than taken"

@@ -9,6 +9,7 @@ import pytest
 
 from app.dispatch.answer import Answer, EngineRequest, Outcome
 from app.dispatch.hybrid import Hybrid
+from app.dispatch.work import work_of
 from app.errors import (
     EngineBroke,
     EngineRefused,
@@ -417,3 +418,12 @@ async def test_r19_a_500_is_the_nodes_fault_where_another_can_serve_the_request(
     status, _ = await world.answer()
     # The fake caller tells of no status itself, so all of these are the failover's.
     assert [outcome for _, outcome in noted] == [500] * (told if status == 200 else 0)
+
+
+async def test_a_nodes_speed_is_learned_from_a_good_answer_by_its_work() -> None:
+    for outcome, learned in ((Outcome.OK, [(H[0], work_of(len(RAW), 40))]), (Outcome.ABORTED, [])):
+        world = World()
+        answer = await world.ask()
+        answer.tokens = 40
+        answer.close(outcome)
+        assert world.ledger.learned == learned

@@ -23,6 +23,7 @@ from app.dispatch.handover.nixl import Nixl
 from app.dispatch.handover.protocol import Concurrent, Handed, HandOverLost, Legs, LinkFailed, Protocol
 from app.dispatch.pair import Pair
 from app.dispatch.retries import never_arrived
+from app.dispatch.work import work_of
 from app.errors import (
     BadRequest,
     EngineBroke,
@@ -1278,3 +1279,16 @@ async def test_prefill_is_needed_from_the_end_of_its_answer_until_decode_has_the
         answer.close(Outcome.OK)
         await turns()
     assert world.ledger.unfinished == {} and not world.handing.counts.total()
+
+
+@BOTH_WAYS
+async def test_each_leg_is_learned_by_what_it_does(by: Callable[..., Protocol]) -> None:
+    """Prefill by the prompt, decode by the tokens that it gave."""
+    world = World(by=by)
+    raw = json.dumps(CLIENT).encode()
+    answer = await world.ask(raw)
+    answer.tokens = 40
+    answer.close(Outcome.OK)
+    await turns()
+    prefill, decode = (call.url for call in world.caller.calls)
+    assert sorted(world.ledger.learned) == sorted([(prefill, work_of(len(raw), 1)), (decode, 40.0)])

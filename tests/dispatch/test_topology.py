@@ -358,3 +358,15 @@ def test_the_nodes_that_are_named_get_their_roles(flags: dict[str, Any], nodes: 
     assert static_nodes(settings) == nodes
     for role in nodes.values():
         Topology.of(settings).check(role)
+
+
+def test_a_source_whose_role_the_arrangement_cant_use_is_refused_at_the_start() -> None:
+    split = {"serving_strategy": "DistServe"}
+    Topology.of(Settings.load({**split, "discover": ["dns://p:1?role=Prefill", "dns://d:1?role=Decode"]}))
+    for options, words in ((split, "a:1: ?role=Hybrid: A Hybrid node can't be used"), ({}, "")):
+        settings = Settings.load({**options, "discover": ["dns://a:1"]})
+        if not words:
+            Topology.of(settings)
+            continue
+        with pytest.raises(ConfigurationError, match=words.replace("?", r"\?")):
+            Topology.of(settings)

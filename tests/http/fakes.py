@@ -44,6 +44,7 @@ class FakeAnswer:
         self.url = "http://engine:1"
         self.script = list(script)
         self.reads = 0
+        self.tokens = 0.0
         self.outcomes: list[Outcome] = []
         self.failures: list[UpstreamError] = []
         self.closed_at_s: float | None = None
@@ -149,12 +150,22 @@ class FakeRegistry:
         asked: bool = False,
         static: bool = False,
         bootstrap_port: int | None = None,
-    ) -> None:
+        host_header: str = "",
+    ) -> bool:
         self._check()
         self.calls.append(("add", url, role, models, speed, key, asked))
-        node = Node(url, role=role, models=models, speed=speed, asked=asked, bootstrap_port=bootstrap_port)
+        node = Node(
+            url,
+            role=role,
+            models=models,
+            speed=speed,
+            asked=asked,
+            bootstrap_port=bootstrap_port,
+            host_header=host_header,
+        )
         keys = dict(self.snapshot.engine_keys) | ({url: key} if key else {})
         self._write({**self.snapshot.nodes, url: node}, keys)
+        return True
 
     async def remove(self, url: str) -> bool:
         self._check()
@@ -264,7 +275,7 @@ class FakeEngines:
         self.calls: list[tuple[str, str, str | None]] = []
         self.bodies: list[bytes] = []
 
-    async def models(self, url: str, key: str | None) -> tuple[str, ...]:
+    async def models(self, url: str, key: str | None, *, host_header: str | None = None) -> tuple[str, ...]:
         self.calls.append(("models", url, key))
         answer = self.lists[url]
         if isinstance(answer, Exception):

@@ -166,6 +166,10 @@ async def test_an_address_that_can_not_be_reached_or_means_two_is_a_400_and_nobo
             ({"url": A, "status": {"models": ["m"], "bootstrap_port": port}}, "status.bootstrap_port")
             for port in (0, -1, 65536, "8998", 8998.0, True, [], {})
         ),
+        *(
+            ({"url": A, "status": {"models": ["m"], "host_header": host}}, "status.host_header")
+            for host in ("http://h", "h/x", "h x", "h:0", 7, ["h"])
+        ),
         ({"url": A, "status": {"models": ["m"]}, "key": 7}, "key"),
         ({"url": A, "status": {"models": ["m"]}, "key": "a\r\nb"}, "key"),
         ({"url": A, "status": {"models": ["m"]}, "key": "a b"}, "key"),
@@ -226,7 +230,7 @@ async def test_engine_that_can_not_be_asked_is_a_504_with_lmdeploys_code() -> No
         (A, 403, "; its API key is given as `key`"),
         (A + "/v1", 404, "; is /v1 at the end of its address needless?"),
         (A, 404, "; is it an OpenAI-compatible engine?"),
-        (A, 500, ". Failed to get response"),
+        (A, 500, " (10402: Failed to get response after a period of time)"),
     ],
 )
 async def test_engine_that_refuses_to_list_its_models_is_told_with_a_hint(url: str, answered: int, hint: str) -> None:
@@ -254,6 +258,20 @@ async def test_a_second_add_keeps_role_and_speed_that_it_does_not_give() -> None
         (Role.Decode, ("n",), 8.0),
         (Role.Hybrid, ("n",), 2.0),
     ]
+
+
+async def test_a_host_header_is_registered_shown_and_kept_until_another_is_given() -> None:
+    world = World()
+    for more, stands in (
+        ({}, None),
+        ({"host_header": "E.example:80"}, "e.example:80"),
+        ({}, "e.example:80"),
+        ({"host_header": None}, "e.example:80"),
+        ({"host_header": ""}, None),
+    ):
+        reply = await world.json("POST", "/nodes/add", {"url": A, "status": {"models": ["m"]} | more})
+        assert reply.status == 200
+        assert (await world.json("GET", "/nodes/status")).json()[A]["host_header"] == stands
 
 
 async def test_the_bootstrap_port_is_registered_and_kept_until_another_is_given() -> None:

@@ -389,3 +389,20 @@ async def test_one_watcher_on_receive_for_a_request() -> None:
     assert call.receives == (0 if call.wired else 2)  # the body, and the watch
     await asyncio.sleep(0)
     assert call.receives_waiting == 0
+
+
+# --- how much work an answer was --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chunks", "headers", "tokens"),
+    [
+        ([b"data: a\n\n", b"data: b\n\ndata: c\n\n", b"da", b"ta: d\n\n", b"data: [DONE]\n\n"], SSE, 4),
+        ([b'{"usage":{"completion_', b'tokens":12}}'], None, 12),
+        ([b"x" * 3000, b"y" * 1000], None, 1000),
+    ],
+)
+async def test_tokens_are_counted_as_they_pass(chunks: list[bytes], headers: Any, tokens: float) -> None:
+    answer = FakeAnswer(*chunks, headers=headers)
+    await relayed(answer, "/v1/chat/completions")
+    assert answer.tokens == tokens

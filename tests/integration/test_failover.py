@@ -34,7 +34,7 @@ from tests.support.wait import eventually
 FIRST_BYTE_S = 0.6
 SETTINGS = {"first_byte_timeout_s": FIRST_BYTE_S, "connect_timeout_s": 0.3, "probe_interval_s": 60}
 FLEET = {"workers": 2, "settings": SETTINGS}
-STRATEGIES = ["min_expected_latency", "random", "min_observed_latency"]
+STRATEGIES = ["min_expected_latency", "random", "min_observed_latency", "least_expected_delay"]
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -1,4 +1,4 @@
-"""The three routing strategies on real workers, against distributions worked out by hand.
+"""The routing strategies on real workers, against distributions worked out by hand.
 
 Bounds for what is left to chance are five standard deviations of the binomial: a correct build fails one run in
 two million.
@@ -21,7 +21,7 @@ from tests.support.loop import LoopThread
 from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
 
-WORKERS = {"min_expected_latency": 4, "random": 2, "min_observed_latency": 2}
+WORKERS = {"min_expected_latency": 4, "random": 2, "min_observed_latency": 2, "least_expected_delay": 2}
 
 
 pytestmark = pytest.mark.timeout(180)  # the first test of the scenarios waits for all of them
@@ -50,6 +50,12 @@ def observed(fleets: dict[str, Fleet], engine_factory: EngineFactory) -> Iterato
         yield stage
 
 
+@pytest.fixture
+def delay(fleets: dict[str, Fleet], engine_factory: EngineFactory) -> Iterator[Stage]:
+    with staged(*fleets["least_expected_delay"].get(), engine_factory) as stage:
+        yield stage
+
+
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, fleets: dict[str, Fleet], engine_loop: LoopThread) -> Iterator[Outcomes]:
     yield from run_beside(request, stages(lambda strategy: fleets[strategy].get(), engine_loop))
@@ -58,6 +64,7 @@ def outcomes(request: pytest.FixtureRequest, fleets: dict[str, Fleet], engine_lo
 with_min_expected = partial(beside, on="min_expected_latency")
 with_random = partial(beside, on="random")
 with_min_observed = partial(beside, on="min_observed_latency")
+with_delay = partial(beside, on="least_expected_delay")
 
 
 def five_sigma(n: int, p: float) -> float:
@@ -306,3 +313,37 @@ def test_r14_failed_aborted_and_4xx_answers_enter_no_window(observed: Stage) -> 
     assert window(observed, engine) == held
     assert observed.many(1, stream=True).result(5)[0].done
     assert eventually(lambda: len(window(observed, engine)) == 2)
+
+
+# --- least_expected_delay
+
+
+@with_delay
+def test_speeds_are_learned_by_all_workers_together_and_followed(delay: Stage) -> None:
+    quick, slow = delay.engines(2, chunks=10)
+    quick.set(gap_s=0.01)
+    slow.set(gap_s=0.04)
+    assert all(answer.ok for answer in delay.many(40, concurrency=8, stream=True).result(30))
+
+    def learned() -> list[float]:
+        found = delay.space.client.hmget(delay.space.key("learned"), [quick.url, slow.url])
+        return [float(speed or 0) for speed in found]
+
+    # 0.1 and 0.4 s, and what runs on each: the root of it is between 1 and 3.
+    eventually(lambda: learned()[0] > 1.5 * learned()[1] > 0)
+    before = len(quick.requests), len(slow.requests)
+    assert all(answer.ok for answer in delay.many(80, concurrency=8).result(30))
+    more = len(quick.requests) - before[0], len(slow.requests) - before[1]
+    assert sum(more) == 80 and more[0] > 2 * more[1] > 0
+
+
+@with_delay
+def test_a_node_that_fails_at_once_gains_nothing(delay: Stage) -> None:
+    good, bad = delay.engines(2, gap_s=0.01, chunks=5)
+    assert all(answer.ok for answer in delay.many(30, concurrency=4).result(20))
+    had = len(bad.requests)
+    bad.set(status=503, ttft_s=0)
+    assert all(answer.ok for answer in delay.many(100, concurrency=8).result(30))
+    assert len(good.requests) >= 100
+    # Five open its breaker, and those that were under way then.
+    assert len(bad.requests) - had <= 5 + 8

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import secrets
+import signal
 import ssl
 import time
 from collections.abc import Callable, Iterator
@@ -222,34 +224,70 @@ def test_r92_an_engine_behind_a_private_ca_that_is_trusted_serves(
     on_every_worker(deployment, asked)
 
 
-@pytest.mark.parametrize("shown", ["ours", "none"])
-def test_r92_an_engine_that_asks_for_a_certificate_gets_that_of_the_settings(
-    deployment_factory: Callable[..., Deployment],
-    engine_factory: Factory,
-    authority: trustme.CA,
-    tmp_path: Path,
-    shown: str,
-) -> None:
+def _write_files(authority: trustme.CA, directory: Path) -> dict[str, str]:
+    """Whom engines are trusted by, and what they are shown; the settings that name the files."""
     certificate = authority.issue_cert("evenhand.example")
-    certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
+    certificate.private_key_pem.write_to_path(directory / "key.pem")
     for i, blob in enumerate(certificate.cert_chain_pems):
-        blob.write_to_path(tmp_path / "chain.pem", append=i > 0)
-    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-    files = {"engine_keyfile": str(tmp_path / "key.pem"), "engine_certfile": str(tmp_path / "chain.pem")}
-    deployment = deployment_factory(
-        1, settings=files if shown == "ours" else {}, env={"SSL_CERT_FILE": str(tmp_path / "ca.pem")}
-    )
-    tls = _server_side(authority, "127.0.0.1")
+        blob.write_to_path(directory / "chain.pem", append=i > 0)
+    authority.cert_pem.write_to_path(directory / "ca.pem")
+    files = {"engine_ca_file": "ca.pem", "engine_key_file": "key.pem", "engine_cert_file": "chain.pem"}
+    return {name: str(directory / file) for name, file in files.items()}
+
+
+def _careful(authority: trustme.CA, *names: str) -> ssl.SSLContext:
+    """The side of an engine that asks for a certificate of the same authority."""
+    tls = _server_side(authority, *names)
     tls.verify_mode = ssl.CERT_REQUIRED
     authority.configure_trust(tls)
-    careful = engine_factory(tls=tls, models=("careful",))
-    reply = deployment.post("/nodes/add", {"url": careful.url})
-    if shown == "none":
-        openai_error(reply, 504, 10402)
-        return
-    assert reply.json() == "Added successfully", "its models were asked for"
-    deployment.wait_for_state("ready", careful)
-    assert chat(deployment, chat_body("careful")).status == 200
+    return tls
+
+
+def test_r92_engines_with_a_private_ca_that_ask_for_a_certificate_and_files_that_are_replaced(
+    deployment_factory: Callable[..., Deployment], engine_factory: Factory, tmp_path: Path
+) -> None:
+    before, after = trustme.CA(), trustme.CA()
+    deployment = deployment_factory(1, settings=_write_files(before, tmp_path))
+    old = engine_factory(tls=_careful(before, "127.0.0.1"), models=("old",))
+    new = engine_factory(tls=_careful(after, "127.0.0.1"), models=("new",))
+    assert deployment.post("/nodes/add", {"url": old.url}).json() == "Added successfully", "its models were asked for"
+    deployment.wait_for_state("ready", old)
+    assert chat(deployment, chat_body("old")).status == 200
+    openai_error(deployment.post("/nodes/add", {"url": new.url}), 504, 10402)
+
+    # By a name of its own, which its certificate has and its URL has not.
+    named = engine_factory(tls=_careful(before, "engine.example"), models=("named",))
+    openai_error(deployment.post("/nodes/add", {"url": named.url}), 504, 10402)
+    status = {"host_header": "engine.example:443"}
+    assert deployment.post("/nodes/add", {"url": named.url, "status": status}).json() == "Added successfully"
+    deployment.wait_for_state("ready", named)
+    assert chat(deployment, chat_body("named", stream=True)).status == 200
+    assert {record.header(b"host") for record in [*named.requests, *named.probes]} == {b"engine.example:443"}
+    assert deployment.nodes()[named.url]["host_header"] == "engine.example:443"
+
+    _write_files(after, tmp_path)
+    workers = deployment.worker_pids()
+    os.kill(deployment.master_pid(), signal.SIGHUP)
+    deployment.wait_for_workers(without=workers, within_s=20)
+    assert deployment.post("/nodes/add", {"url": new.url}).json() == "Added successfully"
+    deployment.wait_for_state("ready", new)
+    assert chat(deployment, chat_body("new")).status == 200
+    assert chat(deployment, chat_body("old")).status in (502, 503), "its authority is none of ours any more"
+
+    # Files that are no pair: the reload is refused, and what was read before goes on.
+    (tmp_path / "key.pem").write_text("no key")
+    workers = deployment.worker_pids()
+    os.kill(deployment.master_pid(), signal.SIGHUP)
+    eventually(lambda: "are not a pair of PEM files" in deployment.log(), within_s=10)
+    assert deployment.worker_pids() == workers
+    assert chat(deployment, chat_body("new")).status == 200
+
+
+def test_r92_without_a_certificate_an_engine_that_asks_for_one_is_a_clean_error(
+    deployment: Deployment, engine_factory: Factory, authority: trustme.CA
+) -> None:
+    careful = engine_factory(tls=_careful(authority, "127.0.0.1"), models=("careful",))
+    openai_error(deployment.post("/nodes/add", {"url": careful.url}), 504, 10402)
 
 
 @pytest.mark.parametrize("kind", ["unknown CA", "wrong name", "no TLS at all"])

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.exposition import generate_latest
 
 from app.metrics import files
-from app.metrics.families import DEGRADED, DURATION, LOCAL_WORKERS, REDIS_UP, REQUESTS
+from app.metrics.families import DEGRADED, DURATION, LOCAL_WORKERS, REDIS_UP, REQUESTS, Kind
 from app.metrics.figures import Figures
 from app.metrics.files import MetricsDirectory, MetricsWriter
 from app.metrics.publisher import Publisher
@@ -240,3 +240,29 @@ def test_files_grow_with_their_series(directory: MetricsDirectory) -> None:
     assert read(directory).items() >= {k: v for k, v in found.items() if "duration" in k[0]}.items()
     for path in directory.path.glob("*.db"):
         assert path.stat().st_blocks * 512 >= path.stat().st_size > 65536 or "counter" in path.name
+
+
+def test_series_of_dead_workers_are_bounded_and_their_sums_stay(
+    directory: MetricsDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "SERIES_KEPT", {Kind.COUNTER: 5, Kind.HISTOGRAM: 3})
+    for generation in range(4):
+        worker = Worker(directory, f"host-{generation}-aa")
+        for number in range(4):
+            model = f"m{generation}-{number}"
+            worker.figures.count(REQUESTS, model, "other", "ok", "none")
+            worker.figures.observe(DURATION, 0.3, model, "other", "ok")
+        worker.publisher.publish()
+        worker.publisher.close()
+        directory.absorb(f"host-{generation}-aa")
+    found = read(directory)
+    assert total(found, "evenhand_requests_total") == total(found, "evenhand_request_duration_seconds_count") == 16
+
+    def models_of(wanted: str) -> set[str]:
+        return {dict(labels)["model"] for name, labels in found if name == wanted}
+
+    first = {"m0-0", "m0-1", "m0-2", "m0-3"}
+    counted, timed = models_of("evenhand_requests_total"), models_of("evenhand_request_duration_seconds_count")
+    assert counted > first | {"other"} and len(counted) == 5 + 1
+    assert timed < first | {"other"} and len(timed) == 3 + 1
+    assert value(found, "evenhand_request_duration_seconds_count", model="other", route="other", outcome="ok") == 13

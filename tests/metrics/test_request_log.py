@@ -27,6 +27,7 @@ def served(outcome: str = "ok", *, model: str = "m", path: str = "/v1/chat/compl
 
 def split() -> Served:
     one = served("engine_error")
+    one.key = "team-a"
     one.status, one.reason = 502, "engine http://d:1 broke off: reset"
     one.first_s, one.chunks = 100.5, 3
     legs = [
@@ -73,6 +74,7 @@ def test_a_line_in_json_has_every_field(caplog: pytest.LogCaptureFixture) -> Non
         "bytes_in": 120,
         "bytes_out": 3400,
         "client": "10.1.2.3",
+        "key": "team-a",
         "legs": [
             {"node": "http://p:1", "stage": "prefill", "status": 200, "seconds": 0.12, "error": None},
             {"node": "http://d:1", "stage": "decode", "status": 503, "seconds": 0.034, "error": None},
@@ -87,10 +89,16 @@ def test_a_line_in_text_names_its_fields_and_leaves_out_what_is_unknown(caplog: 
     assert first.partition(" evenhand.request: ")[2] == (
         f"request ended request=r7 model=m path=/v1/chat/completions node={NODE} outcome=engine_error status=502 "
         'reason="engine http://d:1 broke off: reset" seconds=1.25 first_byte_s=0.5 chunks=3 bytes_in=120 '
-        "bytes_out=3400 client=10.1.2.3 "
+        "bytes_out=3400 client=10.1.2.3 key=team-a "
         'legs="prefill=http://p:1:0.120s decode=http://d:1:0.034s:503 decode=http://e:1:1.000s:engine_broke_off"'
     )
-    assert " INFO [" in second and "reason" not in second and "legs" not in second and "first_byte_s" not in second
+    assert (
+        " INFO [" in second
+        and "reason" not in second
+        and "key" not in second
+        and "legs" not in second
+        and "first_byte_s" not in second
+    )
 
 
 def test_without_successes_only_what_failed_has_a_line(caplog: pytest.LogCaptureFixture) -> None:

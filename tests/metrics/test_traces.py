@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from app.journey import Journey, Leg, Try
 from app.metrics.figures import Served
-from app.metrics.traces import LAST_SPANS_S, Traces, traces_url
+from app.metrics.traces import LAST_SPANS_S, LOUD, OnceAMinute, Traces, traces_url
 from tests.support.collector import collecting
 from tests.support.wait import eventually
 
@@ -238,3 +239,17 @@ def test_switched_off_nothing_of_it_is_imported() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert ran.stdout == "[]\n", ran.stderr
+
+
+def test_a_collector_that_is_away_is_told_of_once_a_minute() -> None:
+    now_s = [100.0]
+    quiet = OnceAMinute(lambda: now_s[0])
+    record = logging.makeLogRecord({"msg": "away"})
+    passed = []
+    for at_s in (100.0, 100.1, 159.9, 160.0, 160.1, 221.0):
+        now_s[0] = at_s
+        passed.append(quiet.filter(record))
+    assert passed == [True, False, False, True, False, True]
+    Traces.of("http://127.0.0.1:9", "w1").close()
+    for name in LOUD:
+        assert any(isinstance(one, OnceAMinute) for one in logging.getLogger(name).filters)

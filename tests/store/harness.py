@@ -6,6 +6,7 @@ The objects are the real ones; what stands here only wires them as `app.main` do
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -52,6 +53,7 @@ class Worker:
         name: str,
         *,
         strategy: str = "min_expected_latency",
+        strategies: dict[str, str] | None = None,
         encoder_policy: str = "round_robin",
         lease_s: float = 8.0,
         timeout_s: float = 5.0,
@@ -78,6 +80,7 @@ class Worker:
             registry=self.registry,
             worker=name,
             strategy=strategy,
+            strategies=strategies,
             encoder_policy=encoder_policy,
             lease_s=lease_s,
             timeout_s=timeout_s,
@@ -87,7 +90,10 @@ class Worker:
         shared = {"registry": self.registry, "keys": self.keys}
         self.budget = RetryBudget(ledger=self.ledger, **shared)  # type: ignore[arg-type]
         self.figures = Handovers(ledger=self.ledger, figures=self.counted, **shared)  # type: ignore[arg-type]
-        self.view = View(arrangement=Arrangement(strategy, encoder_policy, "Hybrid"), ledger=self.ledger, **shared)  # type: ignore[arg-type]
+        arrangement = Arrangement(
+            strategy, encoder_policy, "Hybrid", strategies=json.dumps(strategies) if strategies else ""
+        )
+        self.view = View(arrangement=arrangement, ledger=self.ledger, **shared)  # type: ignore[arg-type]
         self.decisions = Decisions(ledger=self.ledger, keys=self.keys)
         self.handing = Handing(ledger=self.ledger, keys=self.keys, worker=name)
         self.links = LinkTable(ledger=self.ledger, worker=name, **shared)  # type: ignore[arg-type]

@@ -45,7 +45,11 @@ KEYS = sorted(
     name.replace("<url>", A).replace("<worker>", "w1")
     for name, row in KEY_ROWS.items()
     # Made anew whenever they are not right: test_load_index.py. Overwritten, or expires: tests/dispatch/test_links.py.
-    if row[0] != "channel" and not name.startswith("load") and name != "restating"
+    if row[0] != "channel"
+    and not name.startswith("load")
+    and name != "restating"
+    # Taken away by who wants it: tests/workers/test_discoverer.py.
+    and not name.startswith("discovering:")
 )
 WRITE: dict[str, tuple[str, ...]] = {
     "string": ("SET", "x"),
@@ -81,6 +85,8 @@ RUBBISH: list[tuple[Any, ...]] = [
     ("ZADD", "workers", "0", b"\xff"),
     *[("RPUSH", f"latency:{A}", value) for value in ("abc", "", "-5", "1e400", "nan", "inf", b"\xff")],
     *[("HSET", "latency_mean", A, value) for value in ("abc", "", "-5", "1e400", "nan", "inf", b"\xff")],
+    *[("HSET", "learned", A, value) for value in ("abc", "", "-5", "1e400", "nan", "inf", b"\xff")],
+    *[("HSET", f"learning:{A}", "weight", value) for value in ("abc", "", "-5", "1e400", "nan", "inf", b"\xff")],
     *[("HSET", "explored", B, value) for value in NUMBERS],
     *[("HSET", "last_success", A, value) for value in NUMBERS],
     *[("HSET", "failures", A, value) for value in NUMBERS],
@@ -140,6 +146,9 @@ class Scene:
         self.tickets = [*await w1.take(2, "a"), *await w2.take(1, "a"), *await w2.take(3, "b")]
         for worker in self.made:  # round robin, then weighted
             give_back(await self.encode(worker, 1))
+        # As under least_expected_delay; nobody here writes it again.
+        self.space.cli("HSET", self.key("learned"), A, "41.25")
+        self.space.cli("HSET", self.key(f"learning:{A}"), "speed", "41.25", "weight", "3", "shown", "4", "at_ms", "1")
         self.space.cli("HINCRBY", self.key("requests"), self.space.client.time()[0], 7)  # type: ignore[index]
         await aeventually(self.healed)
         self.before = {name: self.dump(name) for name in KEYS}
@@ -228,6 +237,8 @@ class Scene:
         assert all(re.fullmatch(r"\d\.\d{6}", latency) for latency in self.dump(f"latency:{A}"))
         assert all(re.fullmatch(r"\d\.\d{9}", mean) for mean in self.dump("latency_mean").values())
         assert all(re.fullmatch(r"[1-9]\d{,4}", times) for times in self.dump("explored").values())
+        assert all(float(speed) > 0 for speed in self.dump("learned").values())
+        assert all(0 < float(value) < 1e15 for value in self.dump(f"learning:{A}").values())
         now_ms = self.space.client.time()[0] * 1000  # type: ignore[index]
         assert all(now_ms - 60_000 < int(at_ms) < now_ms + 2000 for at_ms in self.dump("last_success").values())
         assert self.dump("encoder_cursor") in (None, "0", "1")

@@ -31,7 +31,7 @@ from tests.support.redis import Space, TcpProxy
 from tests.support.wait import aeventually
 
 A, B, C = "http://10.0.0.1:23333", "http://10.0.0.2:23333", "http://10.0.0.3:23333"
-STRATEGIES = ["min_expected_latency", "random", "min_observed_latency"]
+STRATEGIES = ["min_expected_latency", "random", "min_observed_latency", "least_expected_delay"]
 
 
 @contextmanager

@@ -154,7 +154,7 @@ class Machine(RuleBasedStateMachine):
     ) -> str | None:
         """The node it was counted on, None where it was refused."""
         keys = [*self.counting_keys(worker), self.keys.version, self.keys.latency_mean, self.keys.explored]
-        keys.append(self.keys.load_index)
+        keys += [self.keys.load_index, self.keys.learned]
         said = [len(pool), *pool, *(repr(SPEEDS[url]) for url in pool), *map(repr, two)]
         reply = self.run(f"acquire_{policy}", keys, [worker, generation, version, *said])
         model = self.model
@@ -515,7 +515,7 @@ class Machine(RuleBasedStateMachine):
         said = {"state": "pending", "speed": speed, "static": "0", "drain_until_ms": "0"}
         flat = [part for item in said.items() for part in item]
         keys = [*self.node_keys(url), self.keys.engine_keys, self.keys.failures]
-        reply = self.run("add_node", keys, [url, key, *flat])
+        reply = self.run("add_node", keys, [url, key, "", *flat])
         model.failures.pop(url, None)
         before = model.nodes.get(url)
         model.version += 1
@@ -563,7 +563,7 @@ class Machine(RuleBasedStateMachine):
         said = {"this one": node.get("incarnation", "0"), "another one": "999999"}.get(when, when)
         keys = [*self.node_keys(url), self.keys.engine_keys, self.keys.latency(url), self.keys.latency_mean]
         keys += [self.keys.explored, self.keys.last_success, self.keys.unfinished, self.keys.stages(url)]
-        keys.append(self.keys.failures)
+        keys += [self.keys.failures, self.keys.learned, self.keys.learning(url)]
         reply = self.run("remove_node", keys, [url, said])
         if url not in model.nodes:
             assert reply == [6, model.version]
@@ -594,7 +594,8 @@ class Machine(RuleBasedStateMachine):
     def fail_a_connection(self, url: str) -> None:
         model = self.model
         arguments = [url, THRESHOLD, 0, 60_000]
-        reply = self.run("record_failure", [self.keys.node(url), *self.breaker_keys], arguments)
+        names = [self.keys.node(url), *self.breaker_keys, self.keys.learned]
+        reply = self.run("record_failure", names, arguments)
         node = model.nodes.get(url)
         if not node:  # a deleted hash is no node
             assert reply == [6, model.version]

@@ -205,8 +205,8 @@ async def test_every_change_moves_the_version_and_nothing_else_does(redis: Space
             assert registry.snapshot.version == version_of(redis), "the changing worker knows at once"
             return result, version_of(redis) - before
 
-        assert await moved(registry.add(A, **plain())) == (None, 1)
-        assert await moved(registry.add(A, **plain())) == (None, 1)
+        assert await moved(registry.add(A, **plain())) == (True, 1)
+        assert await moved(registry.add(A, **plain())) == (True, 1)
         node = registry.snapshot.nodes[A]
         assert await moved(registry.set_state(node, State.READY)) == (True, 1)
         assert await moved(registry.set_state(node, State.READY)) == (True, 0)

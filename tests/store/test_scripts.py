@@ -211,7 +211,8 @@ def test_the_callers_named_are_those_that_call(name: str) -> None:
 def test_a_policy_names_its_contract_and_its_twin(name: str) -> None:
     top = header(POLICY_FILES[name])
     assert POLICY_FILES[name].startswith(f"-- Policy {name}: ")
-    assert "choose(size, speeds, before, counts, means, tries, draw, chance) -> index, exploring" in top
+    more = ", learned" if name == "least_expected_delay" else ""
+    assert f"choose(size, speeds, before, counts, means, tries, draw, chance{more}) -> index, exploring" in top
     assert re.search(rf"Twin: app/balancing/{name}\.py", top)
     assert (ROOT / "app" / "balancing" / f"{name}.py").is_file()
     assert "redis." not in code_of(POLICY_FILES[name])
@@ -410,11 +411,13 @@ types: test_healing.py)."""
 def test_the_page_has_every_key_of_the_code_and_no_other() -> None:
     keys = Keys("ns")
     names = {value.removeprefix(keys.prefix) for name, value in vars(keys).items() if name != "prefix"}
-    of_node = (keys.node("<url>"), keys.latency("<url>"), keys.stages("<url>"))
+    of_node = (keys.node("<url>"), keys.latency("<url>"), keys.stages("<url>"), keys.learning("<url>"))
     names |= {name.removeprefix(keys.prefix) for name in (*of_node, keys.ledger("<worker>"), keys.handing("<worker>"))}
+    names.add(keys.discovering("<source>").removeprefix(keys.prefix))
     names.add(keys.load(0).removeprefix(keys.prefix).replace("0", "<group>"))
     methods = {name for name, value in vars(Keys).items() if callable(value) and not name.startswith("_")}
-    assert methods == {"node", "ledger", "latency", "stages", "handing", "load"}, "a new kind of key"
+    kinds = {"node", "ledger", "latency", "stages", "learning", "handing", "load", "discovering"}
+    assert methods == kinds, "a new kind of key"
     assert set(KEY_ROWS) == names
 
 
@@ -463,6 +466,7 @@ async def test_the_pages_commands_work_and_no_key_is_missing_from_it(own_redis: 
         await worker.leave_traces(url, "http://10.0.0.6:23333")
         await worker.take(1)
         await worker.registry.run("hold_lease", [worker.keys.prober], [name, 60_000])
+        await worker.registry.run("hold_lease", [worker.keys.discovering("dns://engine:8000")], [name, 60_000])
         await worker.add_ready("http://10.0.0.7:23333", role=Role.Encode)
         for policy in ("round_robin", "weighted"):
             async with Worker(space.url, "default", policy, encoder_policy=policy) as encoding:
@@ -474,18 +478,22 @@ async def test_the_pages_commands_work_and_no_key_is_missing_from_it(own_redis: 
         space.cli("HDEL", space.key("sessions"), name)
         await aeventually(lambda: space.cli("EXISTS", space.key("restating")))  # it finds that Redis had lost it
         keys, version = worker.keys, worker.registry.snapshot.version
+        async with Worker(space.url, "default", "learning", strategy="least_expected_delay") as learning:
+            ticket = await learning.ledger.acquire(lambda snapshot: snapshot.only(url))
+            ticket.release(succeeded=True, work=1.0)
         names = [keys.unfinished, keys.version, keys.load_index, keys.load(0)]
         await worker.registry.run("index_loads", names, [version, f"{version}:ab12", 60_000, 1, f"1.0 {url}"])
         for key, (type_, _, example) in KEY_ROWS.items():
             words = shlex.split(ticked(example)[0])
             assert words[0] == "redis-cli"
             full = space.key(key.replace("<url>", url).replace("<worker>", name).replace("<group>", "0"))
+            full = full.replace("<source>", "dns://engine:8000")
             assert full in words, f"the example for {key} shows another key"
             if type_ != "channel":
                 assert space.cli("TYPE", full) == type_.lower()
             reply: Any = space.cli(*words[1:])
             assert reply, f"{words} answered {reply!r}"
         patterns = [re.escape(key).replace("<url>", "https?://.+").replace("<worker>", r"[\w.-]+") for key in KEY_ROWS]
-        patterns.append(r"load:\d+")
+        patterns += [r"load:\d+", r"discovering:dns://engine:8000"]
         unknown = [key for key in space.key_names() if not any(re.fullmatch(p, key) for p in patterns)]
         assert unknown == []

@@ -257,7 +257,7 @@ async def test_unwatched_requests_send_what_they_always_sent(
         current.set(Journey(watched=True))
         tickets.append(await worker.ledger.acquire(of()))
         first = sent.index(b"MULTI")
-        assert sent[first:] == [b"MULTI", b"HMGET", b"HMGET", b"HMGET", b"EVALSHA", b"EXEC"]
+        assert sent[first:] == [b"MULTI", *[b"HMGET"] * 4, b"EVALSHA", b"EXEC"]
         give_back(tickets)
 
 

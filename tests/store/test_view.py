@@ -57,7 +57,7 @@ async def test_a_state_is_what_all_workers_share(redis: Space) -> None:
         await w1.add_ready(B, models=("m", "n"))
         await w1.add_ready(E1, role=Role.Encode, speed=1.0)
         await w1.add_ready(E2, role=Role.Encode, speed=3.0)
-        await w1.registry.set_state(w1.registry.snapshot.nodes[B], State.DOWN, reason="it hangs")
+        await w1.registry.set_state(w1.registry.snapshot.nodes[B], State.DOWN, reason=f"engine {B} hangs")
         await w1.registry.record_failure(A, BreakerRules(threshold=100, open_s=10))
         redis.cli("RPUSH", redis.key(f"latency:{A}"), "0.3", "0.2", "0.1")  # newest first
         await w2.registry.refresh()
@@ -83,7 +83,7 @@ async def test_a_state_is_what_all_workers_share(redis: Space) -> None:
                 | {"url": A, "role": "Hybrid", "state": "ready", "speed": 2.0, "unfinished": 5, "failures": 1}
                 | {"latency_s": [0.1, 0.2, 0.3], "requests": 5, "share": 1.0},
                 common
-                | {"url": B, "role": "Hybrid", "state": "down", "reason": "it hangs", "models": ["m", "n"]}
+                | {"url": B, "role": "Hybrid", "state": "down", "reason": "hangs", "models": ["m", "n"]}
                 | {"unfinished": 0, "requests": 0, "share": 0.0},
                 common
                 | {"url": E1, "role": "Encode", "state": "ready", "speed": 1.0}
@@ -253,7 +253,7 @@ async def test_whom_it_passes_over_and_why(redis: Space) -> None:
         for name in ("ready", "other", "down", "open", "half", "pending", "drained"):
             await worker.add_ready(f"http://{name}:1", models=("n",) if name == "other" else ("m",))
         nodes = registry.snapshot.nodes
-        await registry.set_state(nodes["http://down:1"], State.DOWN, reason="connection refused")
+        await registry.set_state(nodes["http://down:1"], State.DOWN, reason="engine http://down:1 hangs")
         await registry.add("http://pending:1", role=Role.Hybrid, models=("m",), speed=None, key=None)
         rules = BreakerRules(threshold=1, open_s=0.001)
         for name in ("open", "half"):
@@ -270,7 +270,7 @@ async def test_whom_it_passes_over_and_why(redis: Space) -> None:
         assert set(chances(found, *HYBRID)) == {"http://ready:1", D}
         told = why(found, *HYBRID)
         assert told["http://other:1"] == "it does not have the model"
-        assert told["http://down:1"] == "it is down: connection refused"
+        assert told["http://down:1"] == "it is down: hangs"
         assert told["http://open:1"] == "its breaker is open: too many requests failed there in a row"
         assert told["http://half:1"] == "its breaker is half open: one request may try it"
         assert told["http://pending:1"] == "it is pending"
@@ -399,6 +399,7 @@ async def test_while_somebody_watches_workers_say_again_what_they_go_by(redis: S
             "serving": "Hybrid",
             "fallback": "0",
             "dummy_prefill": "0",
+            "strategies": "",
         }
 
 

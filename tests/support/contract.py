@@ -107,6 +107,7 @@ def explain(*candidates: dict[str, Any], **given: Any) -> dict[str, Any]:
     return {
         "model": "m",
         "strategy": "min_expected_latency",
+        "redis": {"up": True, "reason": None},
         "rule": "Least unfinished / speed; ties by chance.",
         "choices": [{"roles": ["Hybrid", "Decode"], "candidates": list(candidates), "passed_over": []}],
         **given,
@@ -116,7 +117,8 @@ def explain(*candidates: dict[str, Any], **given: Any) -> dict[str, Any]:
 class Scripted:
     """A deployment over HTTP that answers with what stands in its attributes. A context manager.
 
-    `explained`: model -> document; `refusal`: (status, message) that everything gets; `asked`: (method, path, key).
+    `explained`: model -> document; `refusal`: (status, message) that everything gets, `refusals`: that a path gets;
+    `asked`: (method, path, key).
     """
 
     def __init__(self, said: dict[str, Any]) -> None:
@@ -125,6 +127,7 @@ class Scripted:
         self.nodes: dict[str, Any] = {}
         self.trouble = ""  # of /ready
         self.refusal: tuple[int, str] | None = None
+        self.refusals: dict[str, tuple[int, str]] = {}
         self.older = False  # it knows none of the new routes
         self.asked: list[tuple[str, str, str | None]] = []
         self.decisions: list[dict[str, Any]] = []
@@ -169,8 +172,9 @@ class Scripted:
     def _answer(self, asked: http.server.BaseHTTPRequestHandler) -> None:
         parts = urlsplit(asked.path)
         self.asked.append((asked.command, asked.path, asked.headers.get("authorization")))
-        if self.refusal is not None:
-            self._say(asked, self.refusal[0], error(self.refusal[1]))
+        refusal = self.refusal or self.refusals.get(parts.path)
+        if refusal is not None:
+            self._say(asked, refusal[0], error(refusal[1]))
         elif self.older and parts.path.startswith(("/dashboard", "/nodes/explain")):
             self._say(asked, 404, error("Not Found", "not_found"))
         elif parts.path == "/dashboard/events":

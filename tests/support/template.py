@@ -5,7 +5,8 @@ costs. So `Process` can ask this one: it forks a guard, the guard forks `serve`,
 the arguments, environment, descriptors, session and title that an exec would have given it. What is run is the same:
 `runpy` runs the module as `python -m` does. The tests of the command itself start real interpreters.
 
-Runs as a script of its own, and ends when the socket that it was given does.
+Runs as a script of its own, and ends when the other end of its socket does. It does not die with its parent as others
+here do: that would be the thread which started it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -32,9 +34,17 @@ from tests.support import guard
 
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = ("app.cli", "gunicorn")
+LOADED = (
+    "app.main",
+    "app.serve_command",
+    "gunicorn.app.wsgiapp",
+    "workers.engine",
+    "workers.master",
+    "workers.server",
+    "workers.supervisor",
+)
 ROOM_FOR_TITLES = 16_384
 """Bytes of arguments that a template is started with, so that its forks can write theirs over them."""
-_PR_SET_PDEATHSIG = 1
 
 
 class Template:
@@ -105,13 +115,8 @@ def the_template() -> Template:
 
 
 def main(fd: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    import workers.engine
-    import workers.master
-    import workers.server
-    import workers.supervisor  # noqa: F401
-
+    for module in LOADED:
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()
     subprocess._fork_exec = _fork_or_exec(subprocess._fork_exec)  # type: ignore[attr-defined]
@@ -127,7 +132,7 @@ def main(fd: int) -> None:
             for one in fds:
                 os.close(one)
             # Those of before that have ended; not the newest, whose pid the asker has not opened yet.
-            guards = [guard for guard in guards if not os.waitpid(guard, os.WNOHANG)[0]] + [pid]
+            guards = [one for one in guards if not os.waitpid(one, os.WNOHANG)[0]] + [pid]
             continue
         asked.detach()
         os.close(fd)

@@ -42,10 +42,28 @@ def test_a_choice_without_candidates_says_what_a_request_gets() -> None:
     assert lines[1:] == ["", "Hybrid or Decode: 0 candidates", "  nobody: a request would get a 503"]
 
 
+def test_counts_of_one_worker_are_called_that() -> None:
+    lines = list(told(explain(redis={"up": False, "reason": "Connection refused"})))
+    assert lines[2] == "Redis is away (Connection refused): the counts are of the answering worker only"
+    older = explain()
+    del older["redis"]
+    assert not any("Redis" in line for line in told(older))
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_role_that_has_nobody_ends_with_1(run: Run, deployment: Scripted, flags: list[str]) -> None:
+    served = explain(candidate("http://a:1"))
+    deployment.explained = {"m": served}
+    assert run("explain", "--model", "m", "--url", deployment.url, *flags) == 0
+    served["choices"].insert(0, {"roles": ["Encode"], "candidates": [], "passed_over": []})
+    assert run("explain", "--model", "m", "--url", deployment.url, *flags) == 1
+    assert "  nobody: a request with media would get a 503" in told(served)
+
+
 def test_the_document_itself_is_printed_on_demand(
     run: Run, deployment: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    deployment.explained = {"a/b &c": explain(model="a/b &c")}
+    deployment.explained = {"a/b &c": explain(candidate("http://a:1"), model="a/b &c")}
     assert run("explain", "--model", "a/b &c", "--json", "--url", deployment.url) == 0
     assert json.loads(capsys.readouterr().out) == deployment.explained["a/b &c"]
 

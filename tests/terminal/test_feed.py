@@ -91,7 +91,7 @@ def test_from_redis_it_says_that_it_watches_more_often_than_it_looks(
 def test_from_redis_it_goes_on_after_an_outage(view: ScriptedView, from_redis: Feed) -> None:
     from_redis.start()
     view.failure = StoreUnavailable("Connection refused")
-    eventually(lambda: from_redis.seen.trouble == "Redis at r:6379 (default): Connection refused")
+    eventually(lambda: from_redis.seen.trouble == "Redis at r:6379, namespace default: Connection refused")
     view.failure = None
     eventually(lambda: from_redis.seen.trouble == "", within_s=5)
 

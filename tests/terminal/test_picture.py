@@ -45,11 +45,12 @@ def busy(**given: Any) -> dict[str, Any]:
 
 def test_80_columns() -> None:
     assert picture(busy(time=0.0))[1:] == [
-        "3/4 nodes ready  10 unfinished  120 requests/min  1 worker  1 model",
+        "3/4 nodes ready  10 unfinished on nodes  120 given/min  1 worker  1 model",
+        "unfinished: a split request counts on each of its nodes",
         "",
         "nodes",
         "STATE     ROLE    NODE                       LOAD   UNFIN LATENCY   MEAN_S 1MIN",
-        "down      Hybrid  down:1: refused the conne…            0                -   0%",
+        "down      Hybrid  down:1: refused the connection",
         "ready     Hybrid  10.0.0.5:23333             ██████     8 ▁▂▄█       0.375  75%",
         "ready     Hybrid  10.0.0.6:23333             ███        2                -  25%",
         "ready     Prefill p:1                                   0                - 100%",
@@ -98,9 +99,9 @@ def test_what_does_not_fit_is_said() -> None:
 
 
 def test_sections_without_room_are_named() -> None:
-    lines = picture(busy(), height=14, decisions=(decision(1),) * 9)
+    lines = picture(busy(), height=15, decisions=(decision(1),) * 9)
     assert lines[-1] == "no room for: workers, encoders, links"
-    assert "latest decisions" in lines
+    assert "latest decisions: a sample, at most 5 a second of each worker" in lines
 
 
 def test_nodes_in_trouble_come_first_and_the_others_as_they_are_registered() -> None:
@@ -171,9 +172,45 @@ def test_an_open_breaker_is_told_instead_of_ready() -> None:
     assert line.endswith("breaker open, 5 failures in a row")
 
 
+@pytest.mark.parametrize(
+    ("breaker", "words"), [("open", "breaker open, 6 failures"), ("half_open", "breaker half-open, 6 failures")]
+)
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_node_that_is_down_is_called_that_whatever_its_breaker(breaker: str, words: str, width: int) -> None:
+    down = node("http://a:1", state="down", breaker=breaker, failures=6, reason="engine http://a:1 refused the call")
+    (line,) = (line for line in picture(state(down), width=width) if line.startswith("down"))
+    assert line.endswith(f"refused the call; {words} in a row")
+    assert "engine" not in line
+
+
+def test_the_latency_of_a_node_with_running_requests_is_not_given_up() -> None:
+    down = node("http://a:1", state="down", unfinished=3, latency_s=[1.0], reason="refused the connection, as ever")
+    (line,) = (line for line in picture(state(down)) if line.startswith("down"))
+    assert "a:1: refused" in line and line.split()[-2:] == ["1.000", "0%"]
+
+
+def test_nodes_of_a_role_stand_together() -> None:
+    roles = ("Decode", "Prefill", "Decode", "Prefill")
+    said = state(*(node(f"http://{n}", role=role, unfinished=n) for n, role in enumerate(roles)))
+
+    def order(sort: str) -> list[str]:
+        return [line.split()[2] for line in picture(said, sort=sort) if line.startswith("ready")]
+
+    assert order("trouble") == ["1", "3", "0", "2"]
+    assert order("load") == ["3", "1", "2", "0"]
+
+
+def test_links_of_a_node_that_is_down_are_stale() -> None:
+    said = busy()
+    said["nodes"][2]["state"] = "down"  # p:1
+    lines = picture(said)
+    assert "http://p:1  -  -" in lines and "http://q:1  ·  ◐" in lines
+    assert "  - stale: a node of it is down" in lines
+
+
 def test_old_data_says_how_old_it_is_and_why() -> None:
     assert picture(state(), age_s=0.5)[0].startswith("Evenhand")
-    assert picture(state(), age_s=0.5, trouble="it ended")[0] == "0.5 s old: it ended; it is tried again"
+    assert picture(state(), age_s=0.5, trouble="it ended.")[0] == "0.5 s old: it ended; it is tried again"
     assert picture(state(), age_s=200.0)[0] == "3 min old: nothing comes; it is tried again"
 
 
@@ -188,6 +225,24 @@ def test_redis_that_is_away_is_told() -> None:
     assert "w  0 unfinished on 0 nodes" in lines  # of leases nothing is known
 
 
+def test_while_redis_is_away_what_one_worker_can_not_know_is_unknown() -> None:
+    served = node("http://a:1", requests=30, share=1.0, unfinished=2)
+    lines = picture(state(served, redis={"up": False, "reason": "away"}, workers=[worker("w")]))
+    assert lines[1].startswith("1/1 nodes ready  2 unfinished on nodes  - given/min  1 worker")
+    assert lines[2:4] == [
+        "counts are of this worker only; the other workers are not shown",
+        "leases, the last minute and decisions are not known while Redis is away",
+    ]
+    (line,) = (line for line in lines if line.startswith("ready"))
+    assert line.split()[-1] == "-"
+
+
+def test_whether_redis_is_up_is_not_said_from_an_old_picture() -> None:
+    lines = picture(state(), trouble="Redis at r:6379, namespace default: Redis did not answer within 2 s")
+    assert "Redis not known now" in lines[1] and "Redis up" not in "".join(lines)
+    assert "Redis up" in picture(state())[0]
+
+
 def test_a_decision_tells_each_leg_and_by_which_score() -> None:
     legs = [
         {"node": "http://a:1", "stage": "request", "status": 503, "seconds": 0.1, "error": None},
@@ -197,7 +252,7 @@ def test_a_decision_tells_each_leg_and_by_which_score() -> None:
     last = decision(1)["tries"][0] | {"score": 1.25, "left_off": 7}
     one = decision(1, legs=legs, tries=[last])
     (line,) = (line for line in picture(state(), width=120, decisions=(one,)) if "→" in line)
-    assert line[9:] == "200 done 0.250 s  m → a:1 (503) → b:1 (refused) → decode c:1  score 1.25 of 8"
+    assert line[9:] == "200 done 0.250 s  m → a:1 (503) → b:1 (refused) → decode c:1  score 1.25, 8 candidates"
     nobody = decision(1, legs=[], tries=[], node=None, status=503, outcome="no_node", seconds=None, model=None)
     (line,) = (line for line in picture(state(), decisions=(nobody,)) if "→" in line)
     assert line[9:] == "503 no_node  - → nobody"

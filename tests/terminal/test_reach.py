@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from app.errors import StoreUnavailable
-from tests.support.contract import Scripted, ScriptedView, explain
+from tests.support.contract import Scripted, ScriptedView, candidate, explain
 
 Run = Callable[..., int]
 REDIS = "redis://:hush@10.0.0.2:6379/0"
@@ -133,7 +133,7 @@ def test_a_redis_that_is_away_is_one_line_without_its_password(
     words = [*command.split(), "--redis-url", REDIS, "--namespace", "blue"]
     assert run(*words) == 1
     err = capsys.readouterr().err
-    assert "Redis at 10.0.0.2:6379 (blue): Redis can't be reached: Connection refused" in err
+    assert "Redis at 10.0.0.2:6379, namespace blue: Redis can't be reached: Connection refused" in err
     assert err.count("\n") == 1 and "hush" not in err
 
 
@@ -141,16 +141,48 @@ def test_a_redis_that_is_away_is_one_line_without_its_password(
 def test_a_key_that_is_refused_is_one_line_and_names_the_option(
     run: Run, deployment: Scripted, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    deployment.refusal = (403, "an admin key is needed")
+    name = command.split()[0]
+    deployment.refusal = (401, "This needs an admin key: send `Authorization: Bearer <key>`.")
     assert run(*command.split(), "--url", deployment.url) == 1
     assert capsys.readouterr().err == (
-        f"evenhand {command.split()[0]}: 403 an admin key is needed; give --admin-key (EVENHAND_ADMIN_KEY)\n"
+        f"evenhand {name}: 401 This needs an admin key; give --admin-key (EVENHAND_ADMIN_KEY)\n"
     )
+
+
+@pytest.mark.parametrize("command", ["top --once", "explain --model m", "nodes list"])
+def test_who_gave_a_wrong_key_is_not_told_to_give_one(
+    run: Run, deployment: Scripted, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    deployment.refusal = (401, "The admin key is wrong.")
+    assert run(*command.split(), "--url", deployment.url, "--admin-key", "wrong") == 1
+    assert capsys.readouterr().err.endswith(": 401 The admin key is wrong.\n")
+
+
+def test_nodes_are_listed_as_last_known_while_redis_is_away(
+    run: Run, deployment: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deployment.refusals["/nodes/status"] = (503, "Redis can't be reached: Connection refused.")
+    assert run("nodes", "list", "--json", "--url", deployment.url) == 0
+    captured = capsys.readouterr()
+    assert list(json.loads(captured.out)) == [HTTP, "http://b:2"]
+    assert captured.err == (
+        "evenhand nodes list: 503 Redis can't be reached: Connection refused; "
+        "these are the last known nodes, with counts of one worker\n"
+    )
+    deployment.older = True  # it has no such view
+    assert run("nodes", "list", "--url", deployment.url) == 1
+    assert capsys.readouterr().err == "evenhand nodes list: 503 Redis can't be reached: Connection refused.\n"
+
+
+def test_a_list_names_each_node_once(run: Run, deployment: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    deployment.nodes = {HTTP: {"role": 1, "state": "down", "reason": f"engine {HTTP} refused the connection"}}
+    assert run("nodes", "list", "--url", deployment.url) == 0
+    assert capsys.readouterr().out.splitlines()[1].split("  ")[-1].strip() == "refused the connection"
 
 
 @pytest.mark.parametrize("command", ["top --once", "explain --model m"])
 def test_the_admin_key_goes_along(run: Run, deployment: Scripted, command: str) -> None:
-    deployment.explained = {"m": explain()}
+    deployment.explained = {"m": explain(candidate(HTTP))}
     assert run(*command.split(), "--url", deployment.url, "--admin-key", "ad") == 0
     assert [key for _, _, key in deployment.asked] == ["Bearer ad"]
 

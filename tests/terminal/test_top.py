@@ -188,10 +188,10 @@ def test_no_color_is_respected(terminal: Callable[..., Terminal]) -> None:
 def test_a_wrong_key_ends_at_once_and_leaves_the_screen_alone(
     deployment: Scripted, terminal: Callable[..., Terminal]
 ) -> None:
-    deployment.refusal = (403, "an admin key is needed")
-    top = terminal()
+    deployment.refusal = (401, "The admin key is wrong.")
+    top = terminal("--admin-key", "wrong")
     assert top.process.wait(WITHIN_S) == 1
-    assert top.read() == "evenhand top: 403 an admin key is needed; give --admin-key (EVENHAND_ADMIN_KEY)\r\n"
+    assert top.read() == "evenhand top: 401 The admin key is wrong.\r\n"
 
 
 @pytest.mark.parametrize("words", [["--once"], []])

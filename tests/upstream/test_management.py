@@ -12,6 +12,7 @@ import pytest_asyncio
 import trustme
 
 from app.errors import EngineBroke, EngineRefused, EngineTimeout, EngineUnreachable, UpstreamError
+from app.upstream.distserve import DistServeClient, Migration
 from app.upstream.management import EngineClient, Health, Verdict, judge
 from tests.upstream.scripted import Peer, Request, Script, ScriptedServer, black_hole, free_port, until
 
@@ -298,3 +299,58 @@ async def test_tls_certificates_are_checked(client: EngineClient) -> None:
             await client.health(server.url, KEY)
         assert (await private.health(server.url, KEY)).verdict is Verdict.OK
         await private.close()
+
+
+async def test_a_host_header_is_sent_with_every_call_and_is_the_name_of_the_certificate() -> None:
+    authority = trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("engine.example").configure_cert(context)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    named: dict[str, str] = {}
+    client = EngineClient(tls=trusting, host_header=lambda url: named.get(url, ""))
+    engine = Engine(health=(200, b""), v1__models=(200, b'{"data": [{"id": "m"}]}'), terminate=(200, b""))
+    async with ScriptedServer(engine, tls=context) as server:
+        with pytest.raises(EngineUnreachable, match="TLS certificate was not accepted"):
+            await client.health(server.url, None)
+        # Not known yet: said with the question.
+        assert await client.models(server.url, None, host_header="engine.example") == ("m",)
+        named[server.url] = "engine.example:8443"
+        await client.health(server.url, None)
+        await client.models(server.url, None)
+        await client.terminate(server.url, None)
+        hosts = [request.header(b"host") for request in engine.requests]
+        assert hosts == [[b"engine.example"]] + [[b"engine.example:8443"]] * 3
+        await client.close()
+
+
+async def test_a_path_prefix_stands_before_the_path_of_every_call() -> None:
+    answers = {b"/health": b"", b"/v1/models": b'{"data": [{"id": "m"}]}', b"/terminate": b""}
+    answers[b"/distserve/engine_info"] = b'{"tp_size": 1}'
+    answers[b"/distserve/p2p_initialize"] = b'{"status": 1, "engine_endpoint_info": {}, "kvtransfer_endpoint_info": []}'
+    answers[b"/distserve/p2p_connect"] = b'{"status": 1}'
+    lines: list[bytes] = []
+
+    async def script(peer: Peer) -> None:
+        line = (await peer.request()).line
+        lines.append(line)
+        path = line.split(b" ")[1]
+        assert path.startswith(b"/team%2Fa/llm/"), path
+        body = answers.get(path.removeprefix(b"/team%2Fa/llm"), b"{}")
+        await peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body), body)
+
+    client = EngineClient()
+    links = DistServeClient(client, Migration("RDMA", "RoCE", with_gdr=True))
+    async with ScriptedServer(script) as server:
+        url = server.url + "/team%2Fa/llm"
+        assert (await client.health(url, None)).verdict is Verdict.OK
+        assert await client.models(url, None) == ("m",)
+        await client.terminate(url, None)
+        assert (await client.profile(url, "/start_profile", None, b""))[0] == 200
+        info = await links.engine_info(url, None)
+        endpoint = await links.p2p_initialize((url, info), ("http://d", info), None)
+        await links.p2p_connect(url, "http://d", endpoint, None)
+        await links.p2p_drop_connect(url, "http://d", None)
+        await links.free_cache(url, 7, None)
+    await client.close()
+    assert [line.split(b" ")[0] for line in lines] == [b"GET"] * 3 + [b"POST"] + [b"GET"] + [b"POST"] * 4

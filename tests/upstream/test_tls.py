@@ -12,6 +12,7 @@ import trustme
 
 from app.errors import EngineBroke, EngineRefused, EngineTimeout, EngineUnreachable
 from app.upstream.http1 import Http1Transport
+from app.upstream.transport import Target
 from tests.upstream.client import ask, limits, whole
 from tests.upstream.scripted import Peer, ScriptedServer, always, free_port, until
 
@@ -172,3 +173,35 @@ async def test_slow_reader_slows_its_engine(private: Http1Transport) -> None:
         await until(lambda: bool(response._connection.paused))  # type: ignore[attr-defined]
         assert len(await whole(response)) == 200 * 65536
         assert private.idle == 1
+
+
+async def test_a_host_header_is_sent_and_is_the_name_that_the_certificate_must_have(private: Http1Transport) -> None:
+    heads: list[list[bytes]] = []
+
+    async def script(peer: Peer) -> None:
+        while True:
+            heads.append((await peer.request()).header(b"host"))
+            await peer.send(HI)
+
+    async with ScriptedServer(script, tls=serving("engine.example", "other.example")) as server:
+        for named, sent in (("engine.example", 2), ("other.example:8443", 1)):
+            for _ in range(sent):
+                target = Target(f"https://127.0.0.1:{server.port}", named)
+                answer = await private.send(target, b"GET", b"/", (), b"", limits())
+                assert await whole(answer) == b"hi"
+        assert heads == [[b"engine.example"], [b"engine.example"], [b"other.example:8443"]]
+        assert server.accepted == 2, "no connection is shared by two names"
+        with pytest.raises(EngineUnreachable, match="certificate was not accepted"):
+            await private.send(Target(server.url, "wrong.example"), b"GET", b"/", (), b"", limits())
+        with pytest.raises(EngineUnreachable, match="certificate was not accepted"):
+            await ask(private, server.url)
+
+
+async def test_the_server_is_told_the_name_too(private: Http1Transport) -> None:
+    asked: list[str | None] = []
+    context = serving("engine.example")
+    context.sni_callback = lambda _socket, name, _context: asked.append(name)
+    async with ScriptedServer(always(HI), tls=context) as server:
+        answer = await private.send(Target(server.url, "engine.example"), b"GET", b"/", (), b"", limits())
+        assert await whole(answer) == b"hi"
+    assert asked == ["engine.example"]

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from app.settings import Settings
-from workers.agreed import SOURCES_VARIABLE
-from workers.in_force import read_sources, say_in_force, shown_value, sources_of
+from app.settings import SOURCES_VARIABLE, Settings, sources_of
+from workers.in_force import read_sources, say_in_force, shown_value
 from workers.logs import formatter
 
 FLAGS: dict[str, Any] = {
@@ -102,3 +101,8 @@ def test_sources_come_from_who_started_us_or_else_from_the_environment(monkeypat
 )
 def test_a_value_without_what_must_not_be_shown(value: object, shown: str) -> None:
     assert shown_value(value) == shown
+
+
+def test_the_options_of_a_source_are_no_secret() -> None:
+    text = "dns://engine:8000?role=Prefill"
+    assert shown_value(Settings.load({"discover": [text, "file:///n.yaml"]}).discover) == f"{text} file:///n.yaml"

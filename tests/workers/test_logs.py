@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import select
 import subprocess
 import sys
 import time
@@ -112,3 +113,44 @@ def test_a_process_whose_stderr_nobody_reads_can_end(unread: tuple[subprocess.Po
     eventually(lambda: process.poll() == 0, within_s=10)
     assert time.monotonic() - began_s < 8
     os.close(read_end)
+
+
+SILENT = """
+import logging, logging.config, os, sys
+from workers.logs import logging_config
+logging.config.dictConfig(logging_config("INFO", "text"))
+log = logging.getLogger("evenhand")
+for number in range(20_000):
+    log.info("line %d %s", number, "x" * 50)
+log.info("long %s", "y" * 300_000)
+print("went on", flush=True)
+sys.stdin.readline()
+log.info("the last")
+"""
+
+
+def test_a_process_without_a_thread_goes_on_though_nobody_reads_its_stderr() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SILENT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    try:
+        assert select.select([process.stdout], [], [], 20)[0], "it waits for who reads"
+        assert process.stdout.readline() == b"went on\n"
+        waiting = os.read(process.stderr.fileno(), 2**20)  # what the pipe holds
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        lines = (waiting + process.stderr.read()).decode().splitlines()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+    kept = [line for line in lines if ": line " in line and line.endswith("x" * 50)]
+    lost = next(int(found[1]) for line in lines if (found := re.search(r"(\d+) log lines were lost", line)))
+    assert 100 < len(kept) < 20_000 and lost == 20_001 - len(kept)
+    assert lines[-1].endswith("the last")

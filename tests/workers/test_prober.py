@@ -695,3 +695,14 @@ async def test_a_turn_without_redis_is_no_end(own_redis: Space) -> None:
         await aeventually(becomes(own_redis, "down"), within_s=5)
         assert one.engines.looks[A] > looks
         assert not one.task.done()
+
+
+# --- nodes of sources
+
+
+@pytest.mark.parametrize("state", [State.DOWN, State.PENDING])
+def test_a_node_of_a_source_that_is_read_is_never_gone(state: State) -> None:
+    away = replace(node(state, since_s=1e6), source="dns://e:1")
+    assert expired(away, RULES, NOW_MS, {"dns://e:1"}) is None
+    assert expired(away, RULES, NOW_MS, {"dns://other:1"}) is State.GONE
+    assert expired(replace(away, source=""), RULES, NOW_MS, {"dns://e:1"}) is State.GONE

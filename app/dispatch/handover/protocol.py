@@ -414,8 +414,8 @@ class Concurrent(Protocol):
 
     async def _beside(self, pair: Pair, response: Response, prefill: asyncio.Task[Whole]) -> Answer:
         """Decode answers; prefill's own answer is read to its end beside it, and not for longer."""
-        ticket = pair.prefill
-        prefill.add_done_callback(lambda task: ticket.release(succeeded=_succeeded(task)))
+        ticket, work = pair.prefill, pair.prefill_work
+        prefill.add_done_callback(lambda task: ticket.release(succeeded=_succeeded(task), work=work))
         both = _Both(response, prefill, self.read)
         try:
             return await finish(pair, both, both.said, url=pair.decode.url, broke=self.caller.broke, wait=both.drain)
@@ -496,7 +496,8 @@ async def finish(
             broke(url, e)
         response.close()
         raise
-    answer = Answer(response, url, (pair.decode,), broke)
+    # The prompt was another node's work.
+    answer = Answer(response, url, (pair.decode,), broke, request_bytes=0)
     answer.headers = [*answer.headers, *pair.server_timing()]
     return answer
 

@@ -5,6 +5,7 @@ import { byId, setAttribute, setHidden, setText } from "./dom.js";
 import { EncodersView } from "./encoders.js";
 import { Feed } from "./feed.js";
 import { age, words } from "./format.js";
+import { known } from "./judge.js";
 import { LinksView } from "./links.js";
 import { Manage } from "./manage.js";
 import { NodesView } from "./nodes.js";
@@ -37,8 +38,9 @@ function take(state) {
 }
 
 function draw() {
-  const state = newest;
+  const state = known(newest);
   newest = null;
+  decisions.away = !state.redis.up;
   setHidden(byId("main"), false);
   setText(byId("about"), [state.version, state.serving, words(state.strategy)].filter(Boolean).join(" · "));
   for (const part of parts) part.show(state);

@@ -24,6 +24,11 @@ export class DecisionsView {
     this.list.addEventListener("toggle", () => this.#flow(), true);
   }
 
+  /** Redis is, through which workers share them. */
+  set away(away) {
+    setHidden(byId("decisions-away"), !away);
+  }
+
   add(decisions) {
     const known = new Set([...this.#shown.map((entry) => entry.decision.id), ...this.#waiting.map((decision) => decision.id)]);
     this.#waiting.push(...decisions.filter((decision) => !known.has(decision.id))); // a new connection tells of old ones
@@ -64,11 +69,21 @@ export class DecisionsView {
 }
 
 /** Also those that ended well after a node had failed. */
-const isTroubled = (decision) => !NO_TROUBLE.has(decision.outcome) || decision.legs.some((leg) => leg.error !== null || leg.status >= 500);
+const isTroubled = (decision) => !NO_TROUBLE.has(decision.outcome) || decision.legs.some(hasFailed);
+
+const hasFailed = (leg) => leg.error !== null || leg.status >= 500;
+
+/** The node that served it; of a split request all nodes of its way. */
+function where(decision) {
+  const way = decision.legs.filter((leg) => !hasFailed(leg));
+  if (way.every((leg) => leg.stage === "request")) return decision.node ? short(decision.node) : "no node";
+  const steps = way.map((leg) => (leg.stage === "request" ? short(leg.node) : `${words(leg.stage)} ${short(leg.node)}`));
+  return [...new Set(steps)].join(" → ");
+}
 
 function entry(decision) {
   const { tries, legs } = decision;
-  const again = legs.filter((leg) => leg.error !== null || leg.status >= 500).length;
+  const again = legs.filter(hasFailed).length;
   const level = decision.outcome === "ok" ? "good" : NO_TROUBLE.has(decision.outcome) ? "note" : "bad";
   const span = (name, text, more = {}) => make("span", { class: name, text, ...more });
   const summary = make(
@@ -77,7 +92,7 @@ function entry(decision) {
     make("time", { datetime: new Date(decision.time * 1000).toISOString(), text: clock(decision.time) }),
     make("span", { class: "outcome outside", "data-level": level }, make("i", { class: "mark", "aria-hidden": "true" }), `${words(decision.outcome)} ${decision.status ?? ""}`),
     span("model outside", decision.model ?? NONE, { title: decision.model ?? "" }),
-    make("span", { class: "to" }, span("outside url", decision.node ? short(decision.node) : "no node", { title: decision.node ?? "" }), again ? span("again", `${count(again)} failed before`) : ""),
+    make("span", { class: "to" }, span("outside url", where(decision), { title: where(decision) }), again ? span("again", `${count(again)} failed before`) : ""),
     make("span", { class: "took" }, make("b", { text: duration(decision.seconds) }), span("quiet", decision.first_byte_s === null ? "" : `first byte ${duration(decision.first_byte_s)}`)),
   );
   const body = make("div", { class: "journey" });
@@ -110,14 +125,15 @@ function tryTable(one) {
   if (one.left_off) rows.push(make("tr", {}, make("td", { colspan: 5, class: "quiet", text: `and ${count(one.left_off)} more candidates` })));
   if (!rows.length) rows.push(make("tr", {}, make("td", { colspan: 5, class: "quiet", text: "The candidates were not noted." })));
   const score = one.score === null ? "" : `, score ${number(one.score)}`;
-  return table(`${words(one.stage)}: ${one.node ? short(one.node) : "no node"}${score}; less is better`, ["Candidate", "Score", "Unfinished", "Speed", "Mean latency"], rows);
+  const rule = scores.length ? "; less is better" : ""; // in turn, or by chance
+  return table(`${words(one.stage)}: ${one.node ? short(one.node) : "no node"}${score}${rule}`, ["Candidate", "Score", "Unfinished", "Speed", "Mean latency"], rows);
 }
 
 function legsTable(legs) {
   const rows = legs.map((leg) =>
     make(
       "tr",
-      { class: leg.error !== null || leg.status >= 500 ? "failed" : null },
+      { class: hasFailed(leg) ? "failed" : null },
       make("th", { scope: "row", text: words(leg.stage) }),
       make("td", {}, make("span", { class: "outside url", text: short(leg.node) })),
       make("td", { text: leg.status === null ? NONE : String(leg.status) }),

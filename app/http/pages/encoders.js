@@ -1,7 +1,7 @@
 // The encoders as a ring, in the order of their round; the hand points at who is next.
 
 import { byId, make, makeSvg, setAttribute, setHidden, setText } from "./dom.js";
-import { count, percent, short, words } from "./format.js";
+import { NONE, percent, short, words } from "./format.js";
 
 const [OUTER, INNER] = [52, 34];
 const GAP = 0.035; // radians between two arcs
@@ -15,9 +15,9 @@ export class EncodersView {
     setHidden(byId("encoders"), urls.length === 0);
     if (!urls.length) return;
     const byUrl = new Map(nodes.map((node) => [node.url, node]));
-    const slots = urls.map((url) => ({ url, share: byUrl.get(url)?.share ?? 0, state: byUrl.get(url)?.state ?? "unknown", next: url === encoders.next }));
+    const slots = urls.map((url) => ({ url, share: byUrl.has(url) ? byUrl.get(url).share : 0, state: byUrl.get(url)?.state ?? "unknown", next: url === encoders.next }));
     setText(byId("encoders-policy"), words(policy ?? ""));
-    const drawn = JSON.stringify([slots, encoders.cursor]);
+    const drawn = JSON.stringify(slots);
     if (drawn === this.#drawn) return;
     this.#drawn = drawn;
     this.#ring(slots, encoders);
@@ -45,10 +45,12 @@ export class EncodersView {
       }
       at += turn;
     });
-    parts.push(makeSvg("text", { class: "cursor", x: 0, y: 0, text: count(encoders.cursor) }), makeSvg("text", { class: "caption", x: 0, y: 12, text: "cursor" }));
+    // The place in this list, not the shared cursor, which counts from 0 and without end.
+    const next = slots.findIndex((slot) => slot.next) + 1;
+    parts.push(makeSvg("text", { class: "cursor", x: 0, y: 0, text: next ? String(next) : NONE }), makeSvg("text", { class: "caption", x: 0, y: 12, text: "next" }));
     byId("ring").replaceChildren(...parts);
     const shares = slots.map((slot, i) => `${i + 1}: ${short(slot.url)} ${percent(slot.share)}`).join("; ");
-    setText(byId("ring-label"), `Cursor ${encoders.cursor}; next is ${encoders.next ? short(encoders.next) : "not fixed"}. ${shares}`);
+    setText(byId("ring-label"), `Next is ${next ? `${next}: ${short(encoders.next)}` : "not fixed"}. ${shares}`);
   }
 
   #list(slots) {

@@ -16,7 +16,9 @@ export class Refusal extends Error {
     return this.status === 401 || this.status === 403;
   }
 
-  static async of(response) {
+  /** `withKey`: whether one was sent. Where none was, the server tells how a program sends it. */
+  static async of(response, withKey) {
+    if (response.status === 401 && !withKey) return new Refusal(401, "This needs an admin key.");
     let message = `The server answered ${response.status}.`;
     try {
       const said = (await response.json()).error.message;
@@ -110,7 +112,7 @@ export class Feed {
       cache: "no-store",
       signal: AbortSignal.timeout(60_000),
     });
-    if (!response.ok) throw await Refusal.of(response);
+    if (!response.ok) throw await Refusal.of(response, this.hasKey);
     return response.json();
   }
 
@@ -151,7 +153,7 @@ export class Feed {
         cache: "no-store",
         signal: mine.signal,
       });
-      if (!response.ok) throw await Refusal.of(response);
+      if (!response.ok) throw await Refusal.of(response, this.hasKey);
       if (!(response.headers.get("content-type") || "").startsWith("text/event-stream")) {
         throw new Error("What answers at dashboard/events sends no events.");
       }

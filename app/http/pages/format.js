@@ -8,9 +8,9 @@ const COLLATOR = new Intl.Collator("en", { numeric: true });
 
 export const NONE = "–";
 
-export const count = (n) => GROUPED.format(n);
+export const count = (n) => (n === null ? NONE : GROUPED.format(n));
 export const number = (x) => (x === null || x === undefined ? NONE : THREE_DIGITS.format(x));
-export const percent = (ratio) => `${(ratio * 100).toFixed(ratio > 0 && ratio < 0.9995 ? 1 : 0)} %`;
+export const percent = (ratio) => ratio === null ? NONE : `${(ratio * 100).toFixed(ratio > 0 && ratio < 0.9995 ? 1 : 0)} %`;
 export const clock = (unixSeconds) => CLOCK.format(unixSeconds * 1000);
 export const natural = (a, b) => COLLATOR.compare(a, b);
 export const plural = (n, one, many = `${one}s`) => `${count(n)} ${n === 1 ? one : many}`;

@@ -5,6 +5,21 @@ import { age, natural, plural, short } from "./format.js";
 const LEASE_S = 8; // --lease-s as it is by default
 const FEW = 3; // names in a line
 
+const DEAD = new Set(["down", "gone"]);
+
+/**
+ * The state as far as it is known. While Redis is away the answering worker knows its own counts alone: what all workers
+ * gave to nodes in the last minute, and how long a lease lasts, is null. Links of a dead node are stale.
+ */
+export function known(state) {
+  const dead = new Set(state.nodes.filter((node) => DEAD.has(node.state)).map((node) => node.url));
+  const links = state.links.map((link) => (dead.has(link.prefill) || dead.has(link.decode) ? { ...link, state: "stale" } : link));
+  if (state.redis.up) return { ...state, links };
+  const nodes = state.nodes.map((node) => ({ ...node, requests: null, share: null }));
+  const workers = state.workers.map((worker) => ({ ...worker, lease_s: null }));
+  return { ...state, links, nodes, workers };
+}
+
 /** How much a node needs a person, 0: not at all. Sorts the table. */
 export function severity(node) {
   if (node.state === "down") return 7;
@@ -24,6 +39,7 @@ export const isTroubled = (node) => severity(node) > 1;
 
 /** Below this a lease is running out: workers renew theirs long before. */
 export const leaseEnds = (workers) => Math.max(LEASE_S, ...workers.map((worker) => worker.lease_s)) * 0.4;
+export const runsOut = (worker, ending) => worker.lease_s !== null && worker.lease_s < ending;
 
 /** Worst first: {key, level: bad|warn|note, text, why, show: what the filter of nodes is to be, or null}. */
 export function troubles(state) {
@@ -32,7 +48,7 @@ export function troubles(state) {
   const { nodes, workers, redis } = state;
 
   if (!redis.up) {
-    add("bad", "redis", "Redis is away", `${redis.reason || "no reason known"}. Workers decide on their own counts; what is shown is last known.`);
+    add("bad", "redis", "Redis is away", `${(redis.reason || "no reason known").replace(/[.\s]*$/, ".")} Each worker decides on its own counts. Shown are the last known nodes with the counts of one worker only; decisions are not shared.`);
   }
   if (nodes.length === 0) add("bad", "empty", "No node is registered");
   for (const { role, model, urls } of unserved(nodes)) {
@@ -47,15 +63,16 @@ export function troubles(state) {
     add(level, show.state, plural(them.length, one, many), why, show);
   };
   tell("bad", (node) => node.state === "down", "node down", "nodes down", { state: "down" });
-  tell("bad", (node) => node.breaker === "open", "breaker open", "breakers open", { state: "open" });
+  const alive = (node) => !DEAD.has(node.state); // of the others it is told already
+  tell("bad", (node) => alive(node) && node.breaker === "open", "breaker open", "breakers open", { state: "open" });
   const ending = leaseEnds(workers);
   for (const worker of workers) {
-    if (worker.lease_s < ending) {
+    if (runsOut(worker, ending)) {
       const why = worker.lease_s > 0 ? `${age(worker.lease_s)} left` : "it is over";
       add("bad", `lease ${worker.id}`, `The lease of worker ${worker.id} runs out`, `${why}, ${plural(worker.unfinished, "unfinished request")}`);
     }
   }
-  tell("warn", (node) => node.breaker === "half_open", "breaker half open", "breakers half open", { state: "half_open" });
+  tell("warn", (node) => alive(node) && node.breaker === "half_open", "breaker half open", "breakers half open", { state: "half_open" });
   tell("warn", (node) => node.state === "gone", "node gone", "nodes gone", { state: "gone" });
   tell("warn", (node) => node.state === "asleep", "node asleep", "nodes asleep", { state: "asleep" });
   tell("note", (node) => node.state === "pending", "node pending", "nodes pending", { state: "pending" });
@@ -87,7 +104,7 @@ function names(urls) {
   return urls.slice(0, FEW).map(short).join(", ") + more;
 }
 
-/** What a role's nodes have in common: {scale, fair, speed of those without, share: largest, latency: largest}. */
+/** What a role's nodes have in common: {speed of those without, speedsGiven, most, fair}. */
 export function byRole(nodes) {
   const roles = new Map();
   for (const node of nodes) {
@@ -101,15 +118,14 @@ function commonOf(nodes) {
   const given = nodes.map((node) => node.speed).filter((speed) => speed !== null);
   const speed = given.length ? given.reduce((sum, x) => sum + x, 0) / given.length : 1;
   const speedOf = (node) => (node.speed === null ? speed : node.speed);
-  let [most, unfinished, capacity, share] = [0, 0, 0, 0];
+  let [most, unfinished, capacity] = [0, 0, 0];
   for (const node of nodes) {
     most = Math.max(most, node.unfinished / speedOf(node));
-    share = Math.max(share, node.share);
     if (serves(node)) {
       unfinished += node.unfinished;
       capacity += speedOf(node);
     }
   }
   // Four requests on an average node fill a bar at least: one request on an idle fleet is no load.
-  return { speed, speedsGiven: given.length > 0, most: Math.max(most, 4 / speed), fair: capacity ? unfinished / capacity : 0, share };
+  return { speed, speedsGiven: given.length > 0, most: Math.max(most, 4 / speed), fair: capacity ? unfinished / capacity : 0 };
 }

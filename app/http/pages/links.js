@@ -9,14 +9,16 @@ export class LinksView {
   #counts = "";
   #cells = new Map();
 
-  show({ links, sessions, handovers }) {
+  show({ links, nodes, sessions, handovers }) {
     const counts = Object.entries(handovers);
+    const apart = links.length > 0 || sessions > 0 || nodes.some((node) => node.role === "Prefill");
     setHidden(byId("links"), links.length === 0 && sessions === 0 && counts.length === 0);
+    setText(byId("links-name"), apart ? "Prefill to decode" : "Handed over");
     setHidden(byId("links-scroll"), links.length === 0);
     setHidden(byId("links-legend"), links.length === 0);
     setText(byId("links-count"), links.length ? plural(links.length, "link") : "");
     this.#matrix(links);
-    this.#counters(sessions, counts);
+    this.#counters(apart ? [["caches held", sessions], ...counts] : counts);
   }
 
   #matrix(links) {
@@ -31,16 +33,17 @@ export class LinksView {
       this.#build(rows, columns);
     }
     const known = new Map(links.map((link) => [`${link.prefill}\n${link.decode}`, link.state]));
+    const name = (state) => (state === "stale" ? "stale: a node of it is down" : words(state));
     for (const [pair, cell] of this.#cells) {
       const state = known.get(pair) ?? "none";
       cell.dataset.link = state;
-      cell.title = `${cell.dataset.names}: ${words(state)}`;
-      setText(cell.lastChild, words(state));
+      cell.title = `${cell.dataset.names}: ${name(state)}`;
+      setText(cell.lastChild, name(state));
     }
     const tally = new Map();
     for (const { state } of links) tally.set(state, (tally.get(state) ?? 0) + 1);
     byId("links-legend").replaceChildren(
-      ...[...tally].map(([state, n]) => make("span", { "data-link": state }, make("i", { class: "mark", "aria-hidden": "true" }), `${count(n)} ${words(state)}`)),
+      ...[...tally].map(([state, n]) => make("span", { "data-link": state }, make("i", { class: "mark", "aria-hidden": "true" }), `${count(n)} ${name(state)}`)),
     );
   }
 
@@ -59,11 +62,10 @@ export class LinksView {
     byId("links-table").replaceChildren(make("thead", {}, make("tr", {}, corner, ...head)), make("tbody", {}, ...lines));
   }
 
-  #counters(sessions, counts) {
-    const now = JSON.stringify([sessions, counts]);
+  #counters(pairs) {
+    const now = JSON.stringify(pairs);
     if (now === this.#counts) return;
     this.#counts = now;
-    const pairs = [["caches held", sessions], ...counts];
     byId("handovers").replaceChildren(...pairs.map(([what, n]) => make("div", {}, make("dt", { class: "outside", text: words(what) }), make("dd", { text: count(n) }))));
   }
 }

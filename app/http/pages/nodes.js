@@ -14,7 +14,7 @@ const byUrl = (a, b) => natural(a.url, b.url);
 const COLUMNS = [
   { key: "node", label: "Node", compare: byUrl },
   { key: "role", label: "Role", compare: (a, b) => ROLES.indexOf(a.role) - ROLES.indexOf(b.role) },
-  { key: "state", label: "State, breaker", title: "troubled first", compare: (a, b) => severity(b) - severity(a) || ROLES.indexOf(a.role) - ROLES.indexOf(b.role) },
+  { key: "state", label: "State, breaker", title: "trouble, worst first", compare: (a, b) => severity(b) - severity(a) || ROLES.indexOf(a.role) - ROLES.indexOf(b.role) },
   { key: "load", label: "Unfinished", title: "load, highest first", compare: (a, b) => b.load - a.load || b.unfinished - a.unfinished },
   { key: "latency", label: "Latency", title: "latency, longest first", compare: (a, b) => (b.mean_s ?? -1) - (a.mean_s ?? -1) },
   { key: "share", label: "Last minute", title: "share, largest first", compare: (a, b) => b.share - a.share || b.requests - a.requests },
@@ -161,7 +161,7 @@ class Row {
     const span = (name, ...children) => make("span", { class: name }, ...children);
     this.models = span("models outside");
     this.more = make("details", { class: "more", toggle: () => this.#listModels() }, make("summary"), make("p", { class: "outside" }));
-    this.reason = make("p", { class: "reason outside" });
+    this.reason = make("td", { role: "cell", class: "reason outside", "aria-colspan": COLUMNS.length + 1 }); // below all others
     this.role = span("role-name");
     this.state = make("span", { class: "health" }, make("i", { class: "mark", "aria-hidden": "true" }), make("span"));
     this.breaker = make("span", { class: "breaker" }, make("i", { class: "mark", "aria-hidden": "true" }), make("span"));
@@ -183,13 +183,14 @@ class Row {
     this.element = make(
       "tr",
       { role: "row" },
-      make("th", { role: "rowheader", scope: "row", class: "node" }, make("span", { class: "url outside", text: short(url), title: url }), make("span", { class: "of" }, this.models, this.more), this.reason),
+      make("th", { role: "rowheader", scope: "row", class: "node" }, make("span", { class: "url outside", text: short(url), title: url }), make("span", { class: "of" }, this.models, this.more)),
       cell("role", this.role),
       cell("state", this.state, this.breaker, this.failures),
       cell("load", span("figures-line", this.unfinished, this.speed), this.loadBar),
       cell("latency", this.latency, this.spark),
       cell("share", span("figures-line", this.share, this.requests), this.shareBar),
       cell("manage", this.drain, remove),
+      this.reason,
     );
   }
 
@@ -207,7 +208,7 @@ class Row {
     if (node.models.join("\n") !== last.models?.join("\n")) this.#showModels(node);
     if (changed("unfinished", "speed", "load") || node.common.scale !== last.common?.scale) this.#showLoad(node);
     if (node.latency_s.join() !== last.latency_s?.join()) this.#showLatency(node);
-    if (changed("share", "requests") || node.common.share !== last.common?.share) this.#showShare(node);
+    if (changed("share", "requests")) this.#showShare(node);
   }
 
   #showState(node) {
@@ -275,9 +276,9 @@ class Row {
   #showShare(node) {
     setText(this.share, node.requests || node.share ? percent(node.share) : NONE);
     setText(this.requests, node.requests ? count(node.requests) : "");
-    setAttribute(this.requests, "title", "requests in the last minute");
-    const ratio = node.common.share > 0 ? node.share / Math.min(1, node.common.share * 1.15) : 0;
-    this.shareFill.style.transform = `scaleX(${Math.min(1, ratio).toFixed(4)})`;
-    setAttribute(this.shareBar, "aria-label", `${count(node.requests)} requests in the last minute, ${percent(node.share)} of its role`);
+    setAttribute(this.requests, "title", "given to it in the last minute");
+    this.shareFill.style.transform = `scaleX(${Math.min(1, node.share ?? 0).toFixed(4)})`;
+    const label = node.share === null ? "unknown while Redis is away" : `given ${count(node.requests)} in the last minute, ${percent(node.share)} of its role`;
+    setAttribute(this.shareBar, "aria-label", label);
   }
 }

@@ -1,6 +1,6 @@
 // The lines at the top: how many serve, and what is wrong, worst first.
 
-import { arrange, byId, Keyed, make, setAttribute, setText } from "./dom.js";
+import { arrange, byId, Keyed, make, setAttribute, setHidden, setText } from "./dom.js";
 import { count, plural } from "./format.js";
 import { serves, troubles } from "./judge.js";
 
@@ -18,12 +18,16 @@ export class Summary {
     const ready = nodes.filter(serves).length;
     const sum = (items, name) => items.reduce((total, item) => total + item[name], 0);
     this.#figure("nodes", count(ready), `of ${count(nodes.length)}`);
-    this.#figure("unfinished", count(sum(nodes, "unfinished")), "");
+    const up = state.redis.up;
+    const alone = up ? "" : "of this worker only";
+    const isSplit = nodes.some((node) => node.role === "Prefill" || node.role === "Encode");
+    this.#figure("unfinished", count(sum(nodes, "unfinished")), "", alone || (isSplit ? "a split request counts on each of its nodes" : ""));
     // A split request is counted where it ends, not twice.
     const last = nodes.filter((node) => node.role === "Hybrid" || node.role === "Decode");
-    const requests = sum(last, "requests");
-    this.#figure("requests", count(requests), `${count(Math.round(requests / 6) / 10)} a second`);
-    this.#figure("workers", count(workers.length), "");
+    const requests = up ? sum(last, "requests") : null;
+    const rate = Math.round(requests / 6) / 10;
+    this.#figure("requests", count(requests), up && rate ? `${count(rate)} a second` : "", up ? "" : "unknown");
+    this.#figure("workers", count(workers.length), "", up ? "" : "this worker only");
 
     const found = troubles(state);
     const bad = found.filter((trouble) => trouble.level === "bad").length;
@@ -36,11 +40,14 @@ export class Summary {
     this.#speak(found);
   }
 
-  #figure(name, value, beside) {
+  #figure(name, value, beside, note = "") {
     const dd = byId(`figure-${name}`).lastElementChild;
-    if (!dd.firstChild) dd.append(make("b"), " ", make("span", { class: "quiet" }));
-    setText(dd.firstElementChild, value);
-    setText(dd.lastElementChild, beside);
+    if (!dd.firstChild) dd.append(make("b"), " ", make("span", { class: "quiet" }), make("span", { class: "note quiet" }));
+    const [figure, small, below] = dd.children;
+    setText(figure, value);
+    setText(small, beside);
+    setText(below, note);
+    setHidden(below, !note);
   }
 
   /** Said aloud when something else is wrong than before, not with each number. */

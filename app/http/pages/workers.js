@@ -2,7 +2,7 @@
 
 import { arrange, byId, Keyed, make, makeSvg, setAttribute, setHidden, setText } from "./dom.js";
 import { count, duration, natural, plural, short } from "./format.js";
-import { leaseEnds } from "./judge.js";
+import { leaseEnds, runsOut } from "./judge.js";
 
 const SEGMENTS = 40;
 
@@ -17,7 +17,7 @@ export class WorkersView {
     const ending = leaseEnds(workers);
     const longest = Math.max(ending, ...workers.map((worker) => worker.lease_s));
     const most = Math.max(1, ...workers.map((worker) => worker.unfinished));
-    const sorted = [...workers].sort((a, b) => (b.lease_s < ending) - (a.lease_s < ending) || natural(a.id, b.id));
+    const sorted = [...workers].sort((a, b) => runsOut(b, ending) - runsOut(a, ending) || natural(a.id, b.id));
     const rows = this.rows.update(sorted.map((worker) => ({ ...worker, ending, longest, most })), (worker) => worker.id);
     arrange(byId("workers-list"), rows.map((row) => row.element));
   }
@@ -38,11 +38,13 @@ class Row {
   }
 
   update(worker) {
-    const out = worker.lease_s < worker.ending;
+    const out = runsOut(worker, worker.ending);
+    const left = Math.max(0, worker.lease_s);
     this.element.classList.toggle("grave", out);
-    setText(this.lease, worker.lease_s > 0 ? `lease ${worker.lease_s.toFixed(1)} s${out ? ", runs out" : ""}` : "lease is over");
-    this.leaseFill.style.transform = `scaleX(${Math.max(0, Math.min(1, worker.lease_s / worker.longest)).toFixed(3)})`;
-    setAttribute(this.leaseBar, "aria-label", `${duration(Math.max(0, worker.lease_s))} of its lease left`);
+    const unknown = worker.lease_s === null;
+    setText(this.lease, unknown ? "lease unknown" : left ? `lease ${left.toFixed(1)} s${out ? ", runs out" : ""}` : "lease is over");
+    this.leaseFill.style.transform = `scaleX(${Math.min(1, left / worker.longest).toFixed(3)})`;
+    setAttribute(this.leaseBar, "aria-label", unknown ? "lease unknown" : `${duration(left)} of its lease left`);
     this.ledger = Object.entries(worker.nodes).filter(([, n]) => n > 0).sort(([a], [b]) => natural(a, b));
     setText(this.unfinished, worker.unfinished ? `${count(worker.unfinished)} unfinished on ${plural(this.ledger.length, "node")}` : "nothing unfinished");
     const drawn = `${worker.most} ${this.ledger.map(([, n]) => n)}`;

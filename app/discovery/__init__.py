@@ -1,0 +1,1 @@
+"""Where nodes come from without a call: DNS and files. It must not know Redis or HTTP."""

@@ -1,0 +1,181 @@
+"""A file of nodes: YAML (and so JSON), taken as a whole or not at all.
+
+Owns its form and the looks at it. It must not know what becomes of the nodes. No message holds a value of the file:
+some are keys.
+
+A file is read once it has been the same for one look, so that one that is written in place is not taken half-way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from app.discovery.listing import Listed, ReadFailed, Reading
+from app.discovery.sources import FileSource
+from app.errors import BadRequest
+from app.nodes import (
+    Role,
+    normalise_url,
+    parse_host_header,
+    parse_key,
+    parse_models,
+    parse_port,
+    parse_role,
+    parse_speed,
+)
+
+LOOK_EVERY_S = 1.0
+LIMIT_BYTES = 2**20
+"""Some thousand nodes."""
+FIELDS = ("url", "role", "models", "speed", "key", "host_header", "bootstrap_port")
+
+Stamp = tuple[int, int, int, int]
+
+
+class Wrong(ReadFailed):
+    def __init__(self, mark: Any, text: str) -> None:
+        super().__init__(f"line {mark.line + 1}: {text}" if mark is not None else text)
+
+
+class FileReader:
+    """See the module. Its looks are cheap: one `stat`, through symbolic links.
+
+    Args:
+        check_role: raises BadRequest for a role that the deployment can't use.
+    """
+
+    every_s = LOOK_EVERY_S
+    patience_s = 0.0
+
+    def __init__(self, source: FileSource, check_role: Callable[[Role], None]) -> None:
+        self.name = source.name
+        self._path = Path(source.path)
+        self._check_role = check_role
+        self.forget()
+
+    def __repr__(self) -> str:
+        return f"<FileReader {self.name}>"
+
+    def forget(self) -> None:
+        self._seen: Stamp | None = None
+        self._taken: Stamp | None = None
+        self._wrong = ""
+
+    async def look(self) -> Reading | None:
+        try:
+            stamp = _stamp(os.stat(self._path))
+            settled = stamp == self._seen or self._seen is None
+            self._seen = stamp
+            if stamp == self._taken:
+                if self._wrong:
+                    raise ReadFailed(self._wrong)
+                return None
+            if not settled:
+                return None
+            text, read = await asyncio.to_thread(self._read)
+        except OSError as e:
+            raise ReadFailed(f"can't be read: {e.strerror or type(e).__name__}") from e
+        if read != stamp:
+            return None  # replaced meanwhile: with the next look
+        self._taken, self._wrong = stamp, ""
+        try:
+            nodes = await asyncio.to_thread(parse_nodes, text, self._check_role)
+        except ReadFailed as e:
+            self._wrong = str(e)
+            raise
+        return Reading({node.url: node for node in nodes})
+
+    def _read(self) -> tuple[bytes, Stamp]:
+        # Without blocking: a pipe in its place must not hold a thread.
+        fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, "rb") as file:
+            text = file.read(LIMIT_BYTES + 1)
+            return text, _stamp(os.fstat(fd))
+
+
+def _stamp(found: os.stat_result) -> Stamp:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def parse_nodes(text: bytes, check_role: Callable[[Role], None] = lambda role: None) -> list[Listed]:
+    """The nodes of a file, in its order. Raises ReadFailed, which names the line and the field."""
+    if len(text) > LIMIT_BYTES:
+        raise Wrong(None, f"is longer than {LIMIT_BYTES} bytes")
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if not isinstance(root, yaml.MappingNode):
+            raise Wrong(root and root.start_mark, "must be a mapping with the field nodes")
+        fields = _fields(loader, root, "", ("nodes",))
+        if "nodes" not in fields:
+            raise Wrong(root.start_mark, "must have the field nodes")
+        listed = fields["nodes"]
+        if not isinstance(listed, yaml.SequenceNode):
+            raise Wrong(listed.start_mark, "nodes must be a list; one without nodes is written []")
+        found: dict[str, Listed] = {}
+        for i, item in enumerate(listed.value):
+            node = _node(loader, item, f"nodes[{i}]", check_role)
+            if node.url in found:
+                raise Wrong(item.start_mark, f"nodes[{i}].url is there already")
+            found[node.url] = node
+        return list(found.values())
+    except yaml.MarkedYAMLError as e:
+        raise Wrong(e.problem_mark or e.context_mark, f"is no YAML: {e.problem}") from e
+    except (yaml.YAMLError, ValueError) as e:
+        raise Wrong(None, "is no YAML: it holds bytes that are no text") from e
+    except RecursionError as e:
+        raise Wrong(None, "is nested too deeply") from e
+
+
+def _fields(loader: Any, node: Any, where: str, known: tuple[str, ...]) -> dict[str, Any]:
+    """The nodes of the document below a mapping, by field."""
+    found: dict[str, Any] = {}
+    for name_node, value in node.value:
+        name = name_node.value if isinstance(name_node, yaml.ScalarNode) else None
+        if name not in known:
+            of = f"{where} has a field that is not known" if where else "has a field that is not known"
+            raise Wrong(name_node.start_mark, f"{of}; there are {', '.join(known)}")
+        if name in found:
+            raise Wrong(name_node.start_mark, f"{where + '.' if where else ''}{name} is there twice")
+        found[name] = value
+    return found
+
+
+def _node(loader: Any, item: Any, where: str, check_role: Callable[[Role], None]) -> Listed:
+    if not isinstance(item, yaml.MappingNode):
+        raise Wrong(item.start_mark, f"{where} must be a mapping with the field url")
+    fields = _fields(loader, item, where, FIELDS)
+    at = item.start_mark
+
+    def value(name: str) -> Any:
+        nonlocal at
+        node = fields.get(name)
+        at = node.start_mark if node is not None else item.start_mark
+        return loader.construct_object(node, deep=True) if node is not None else None
+
+    def parsed(name: str, parse: Callable[..., Any]) -> Any:
+        return parse(value(name), field=f"{where}.{name}")
+
+    try:
+        url = parsed("url", normalise_url)
+        given = value("role")
+        role = Role.Hybrid if given is None else parse_role(given, field=f"{where}.role")
+        check_role(role)
+        return Listed(
+            url=url,
+            role=role,
+            models=parsed("models", parse_models) or None,
+            speed=parsed("speed", parse_speed),
+            key=parsed("key", parse_key),
+            host_header=parsed("host_header", parse_host_header),
+            bootstrap_port=parsed("bootstrap_port", parse_port),
+        )
+    except BadRequest as e:
+        text = e.message if e.message.startswith(where) else f"{where}.role: {e.message}"
+        raise Wrong(at, text) from e

@@ -1,0 +1,77 @@
+"""How fast this worker's answers were: what its local decisions go by, and what it tells Redis to learn from.
+
+Owns the samples that are not told yet, and what this worker has learned from its own. It must not know connections or
+the rule (`app.balancing.learning`). Keys: nodes, unfinished, learned, learning:* (through lua/learn_speeds.lua).
+
+As latencies they are figures: lost while Redis is away, told of a quarter of a second together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from app.balancing.learning import Learned, learn
+from app.store.keys import Keys
+from app.store.latencies import NODES_A_NOTE, NOTE_AFTER_S
+from app.store.scripts import Argument, Script
+
+SAMPLES = 100
+"""Of one node in one note: more than a node answers in a quarter of a second, and a bound for what Redis reads."""
+SHORTEST_S = 1e-6
+
+
+class Speeds:
+    """See the module. `counts`: this worker's unfinished ones, read; `send` gets commands, and may lose them."""
+
+    def __init__(
+        self, *, keys: Keys, script: Script, counts: Mapping[str, int], send: Callable[[Sequence[Argument]], None]
+    ) -> None:
+        self._keys = keys
+        self._script = script
+        self._counts = counts
+        self._send = send
+        self._learned: dict[str, Learned] = {}
+        self._rates: dict[str, list[float]] = {}  # url -> work per second, oldest first, not told yet
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<Speeds of {len(self._learned)} nodes, not told={sum(map(len, self._rates.values()))}>"
+
+    def counted(self, url: str) -> float | None:
+        """By this worker's own answers; None without any."""
+        learned = self._learned.get(url)
+        return learned.counted if learned else None
+
+    def add(self, url: str, work: float, latency_s: float, nodes: Collection[str]) -> None:
+        """An answer of `url` ended well. `nodes`: those that there are; others are forgotten.
+
+        Args:
+            work: > 0, in tokens, see `app.dispatch.work`.
+        """
+        if len(self._learned) > 2 * len(nodes) + 16:  # nodes come and go
+            self._learned = {other: learned for other, learned in self._learned.items() if other in nodes}
+        rates = self._rates.setdefault(url, [])
+        if len(rates) < SAMPLES:
+            rates.append(work / max(latency_s, SHORTEST_S))
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(NOTE_AFTER_S, self.note)
+
+    def note(self) -> None:
+        """Learn from what has come, and send it."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        fresh, self._rates = self._rates, {}
+        now_s = time.monotonic()
+        for url, rates in fresh.items():
+            self._learned[url] = learn(self._learned.get(url), rates, self._counts.get(url, 0), now_s)
+        keys, urls = self._keys, list(fresh)
+        for first in range(0, len(urls), NODES_A_NOTE):
+            some = urls[first : first + NODES_A_NOTE]
+            arguments: list[Argument] = [""]
+            for url in some:
+                arguments += [url, len(fresh[url]), *(f"{rate:.6g}" for rate in fresh[url])]
+            names = [keys.nodes, keys.unfinished, keys.learned, *map(keys.learning, some)]
+            self._send(self._script.evalsha(names, arguments))

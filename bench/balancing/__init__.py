@@ -1,0 +1,1 @@
+"""How well a strategy balances, against a dispatcher that knows everything; see `bench/balance.py`."""

@@ -1,0 +1,54 @@
+-- learn_speeds: learn from answers that ended well how fast their nodes are, for least_expected_delay.
+--
+-- A sample is sqrt(unfinished + 1) * rate: why, and what it is worth, says its twin, app/balancing/learning.py. The
+-- count is the shared one at this moment and not of when the request was dispatched: that measured alike, and no
+-- request need carry it.
+--
+-- KEYS[1]  nodes              SET    node URLs
+-- KEYS[2]  unfinished         HASH   url -> total over all workers
+-- KEYS[3]  learned            HASH   url -> learned speed, what the policy goes by; no entry: to be shown anew
+-- KEYS[4+] learning:<url>     HASH   speed, weight, shown, at_ms of each node
+-- ARGV[1]  now                ms; '' = Redis's clock
+-- ARGV[2+] url, n, then n times rate   per node: work per second of its answers, oldest first
+-- RETURN   {code}             code: 0 learned
+-- COST     O(rates)           CALLER app/store/ledger.py
+local nodes, unfinished, learned = KEYS[1], KEYS[2], KEYS[3]
+local now_ms = tonumber(ARGV[1])
+local FIRST = 4
+local HALF_LIFE_MS, KEPT, CLIP, SHOWN = 8000, 8, math.log(4), 4
+
+if not now_ms then
+    local now = redis.call('TIME')
+    now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
+end
+local at = 2
+for i = FIRST, #KEYS do
+    local url, n = ARGV[at], tonumber(ARGV[at + 1])
+    -- A removed node is forgotten; its late answers must not bring it back.
+    if redis.call('SISMEMBER', nodes, url) == 1 then
+        local count = tonumber(redis.call('HGET', unfinished, url) or '0') or 0
+        local root = math.sqrt(math.max(count, 0) + 1)
+        local found = redis.call('HMGET', KEYS[i], 'speed', 'weight', 'shown', 'at_ms')
+        local speed, weight = tonumber(found[1] or nil), tonumber(found[2] or nil) or 0
+        local shown, at_ms = tonumber(found[3] or nil) or 0, tonumber(found[4] or nil) or now_ms
+        if redis.call('HEXISTS', learned, url) == 0 then
+            shown = 0
+        end
+        if not (speed and speed > 0 and speed < math.huge) then
+            speed, weight = root * tonumber(ARGV[at + 2]), 0
+        end
+        local decayed = weight * 0.5 ^ (math.max(now_ms - at_ms, 0) / HALF_LIFE_MS)
+        weight = math.max(decayed, math.min(weight, KEPT))
+        for j = at + 2, at + 1 + n do
+            local off = math.log(root * tonumber(ARGV[j]) / speed)
+            speed = speed * math.exp(math.max(-CLIP, math.min(CLIP, off)) / (weight + 1))
+            weight = weight + 1
+        end
+        shown = math.min(shown + n, SHOWN)
+        redis.call('HSET', KEYS[i], 'speed', string.format('%.9g', speed), 'weight', string.format('%.9g', weight),
+            'shown', shown, 'at_ms', string.format('%.0f', now_ms))
+        redis.call('HSET', learned, url, string.format('%.4g', speed * (1 + shown) / (1 + SHOWN)))
+    end
+    at = at + 2 + n
+end
+return { 0 }
