@@ -161,7 +161,8 @@ class HeldNode:
         except BaseException:
             self.give_back()
             raise
-        return Answer(response, url, (self.ticket,), self.caller.broke, request_bytes=len(request.body))
+        size_bytes = len(request.body) if self.ticket.learns else None
+        return Answer(response, url, (self.ticket,), self.caller.broke, request_bytes=size_bytes)
 
     def give_back(self) -> None:
         self.ticket.release(succeeded=False)
