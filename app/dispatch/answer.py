@@ -99,13 +99,13 @@ class Answer:
     """An engine's answer whose head has come. Whoever holds it must `close` it: that gives the counts back.
 
     `broke` is told of a node whose answer ends before its end. `request_bytes`: of the body that it answers; None where
-    nothing is learned from it. `tokens`: what the answer has, as far as whoever relays it has seen; wanted only where it
-    is `measured`.
+    nothing is learned from it. `tokens`: what the answer has, as far as whoever relays it has seen; wanted only where
+    it is `measured`.
     """
 
     __slots__ = (
-        "_broke", "_broken", "_closed", "_request_bytes", "_response", "_tickets", "headers", "measured", "status", "tokens",
-        "url"
+        "_broke", "_broken", "_closed", "_request_bytes", "_response", "_tickets", "headers", "measured", "status",
+        "tokens", "url",
     )  # fmt: skip
 
     def __init__(
