@@ -16,6 +16,7 @@ from typing import Any
 
 from app.checks.finding import Level, bad, warn
 from app.checks.report import Report, document_of, told
+from app.terminal.by_url import Refused
 from app.terminal.failures import CommandError, readable
 from app.terminal.reach import (
     REDIS_VARIABLE,
@@ -87,7 +88,10 @@ def _over_http(args: argparse.Namespace) -> Report:
     try:
         report.add([over_http.ready(deployment)])
     except CommandError as e:
-        report.add([bad("http.reach", str(e), "start `evenhand serve`, or name it: --url (EVENHAND_URL)")])
+        mend = "start `evenhand serve`, or name it: --url (EVENHAND_URL)"
+        if isinstance(e, Refused):
+            mend = "it is reached; --admin-keys of its `evenhand serve` say which keys it takes"
+        report.add([bad("http.reach", str(e), mend)])
         return report
     try:
         state = deployment.state()

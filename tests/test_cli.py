@@ -585,3 +585,13 @@ def test_dead_workers_are_replaced_and_the_end_comes_though_nobody_reads_stderr(
         os.close(read_end)
         process.kill()
         process.wait()
+
+
+def test_a_password_in_the_url_of_a_deployment_is_not_said_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("top", "--once", "--url", "http://u:hush@127.0.0.1:1") == 2
+    assert "hush" not in (told := capsys.readouterr().err) and "--admin-key" in told
+    monkeypatch.setenv("EVENHAND_URL", "http://u:hush@127.0.0.1:1")
+    assert run("nodes", "list") == 2
+    assert "hush" not in capsys.readouterr().err

@@ -106,11 +106,13 @@ class Answer:
     """An engine's answer whose head has come. Whoever holds it must `close` it: that gives the counts back.
 
     `broke` is told of a node whose answer ends before its end. `request_bytes`: of the body that it answers; None where
-    its time says nothing of the node. `tokens`: what the answer has, as far as whoever relays it has seen.
+    nothing is learned from it. `tokens`: what the answer has, as far as whoever relays it has seen; wanted only where
+    it is `measured`.
     """
 
     __slots__ = (
-        "_broke", "_broken", "_closed", "_request_bytes", "_response", "_tickets", "headers", "status", "tokens", "url"
+        "_broke", "_broken", "_closed", "_request_bytes", "_response", "_tickets", "headers", "measured", "status",
+        "tokens", "url",
     )  # fmt: skip
 
     def __init__(
@@ -124,6 +126,7 @@ class Answer:
     ) -> None:
         self.url = url
         self.tokens = 0.0
+        self.measured = request_bytes is not None
         self._request_bytes = request_bytes
         self._broke = broke
         self._broken = False

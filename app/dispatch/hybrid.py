@@ -163,9 +163,9 @@ class HeldNode:
         except BaseException:
             self.give_back()
             raise
-        # A form's time is its client's: how fast it was sent.
-        sized = len(request.body) if request.upload is None else None
-        return Answer(response, url, (self.ticket,), self.caller.broke, request_bytes=sized)
+        # A form that streams takes as long as its client sends: nothing is learned from it.
+        size_bytes = len(request.body) if self.ticket.learns and request.upload is None else None
+        return Answer(response, url, (self.ticket,), self.caller.broke, request_bytes=size_bytes)
 
     def give_back(self) -> None:
         self.ticket.release(succeeded=False)

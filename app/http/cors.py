@@ -1,4 +1,4 @@
-"""Which web pages of other origins may call /v1, and read what it answers.
+"""Which web pages of other origins may call /v1 and what goes to engines beside it, and read what it answers.
 
 Owns the headers of that (the CORS protocol, https://fetch.spec.whatwg.org/#http-cors-protocol). It must not know
 routes or keys. Not Starlette's middleware: answers of engines don't pass Starlette, and without `--cors-origins`

@@ -48,8 +48,13 @@ WITHOUT_STATE = frozenset((RESPONSES + "input_tokens", RESPONSES + "compact"))
 """Below /v1/responses, and no id of a response (OpenAI API reference)."""
 
 
+_MOST = frozenset(("/v1/chat/completions", "/v1/completions"))
+
+
 def is_proxied(path: str) -> bool:
     """Whether a POST to the (decoded) path goes to an engine."""
+    if path in _MOST:
+        return True
     if not path.startswith("/v1/"):
         return path in BESIDE_V1
     if path.startswith(("/v1/models", "/v1/responses/", "/v1/load_lora", "/v1/unload_lora")):

@@ -84,7 +84,8 @@ class Relay:
         whole = answer.whole()
         if whole is not None:
             size_bytes = len(whole)
-            answer.tokens = tokens_of(whole, size_bytes)
+            if answer.measured:
+                answer.tokens = tokens_of(whole, size_bytes)
             if head.content_length in (None, size_bytes):
                 self._served.bytes_out = size_bytes
                 return await self._finish(whole)
@@ -126,6 +127,7 @@ class Relay:
     async def _stream(self, tail: StreamTail) -> Outcome:
         broke: EvenhandError | None = None
         served, answer = self._served, self._answer
+        measured = answer.measured
         try:
             if self._wire is not None:
                 write = self._wire.write
@@ -135,7 +137,8 @@ class Relay:
                         served.first_s = time.monotonic()
                     served.chunks += 1
                     served.bytes_out += len(chunk)
-                    answer.tokens += chunk.count(EVENT)
+                    if measured:
+                        answer.tokens += chunk.count(EVENT)
                     tail.feed(chunk)
                     return write(chunk, more=True)
 
@@ -146,7 +149,8 @@ class Relay:
                         served.first_s = time.monotonic()
                     served.chunks += 1
                     served.bytes_out += len(chunk)
-                    answer.tokens += chunk.count(EVENT)
+                    if measured:
+                        answer.tokens += chunk.count(EVENT)
                     await self._put(chunk)
                     # Only now: a chunk whose send was interrupted never reached the client.
                     tail.feed(chunk)
@@ -168,8 +172,9 @@ class Relay:
                 size_bytes = len(chunk)
                 left_bytes -= size_bytes
                 self._served.bytes_out += size_bytes
-                size, end = size + size_bytes, (end + chunk[-USAGE_BYTES:])[-USAGE_BYTES:]
-                self._answer.tokens = tokens_of(end, size)
+                if self._answer.measured:
+                    size, end = size + size_bytes, (end + chunk[-USAGE_BYTES:])[-USAGE_BYTES:]
+                    self._answer.tokens = tokens_of(end, size)
                 if left_bytes == 0:
                     await read()
                     return await self._finish(chunk)

@@ -107,11 +107,12 @@ def _ignore(reply: Reply) -> None:
 class Ticket:
     """One counted request on `url`. `release` gives the count back: once, at once, never failing."""
 
-    __slots__ = ("_began", "_ledger", "_since", "url")
+    __slots__ = ("_began", "_ledger", "_since", "learns", "url")
 
     def __init__(self, ledger: Ledger, url: str) -> None:
         self.url = url
         self._ledger: Ledger | None = ledger
+        self.learns = ledger.learns  # whether the work of requests is wanted
         self._since = self._began = time.monotonic()
 
     def begin(self) -> None:
@@ -202,10 +203,10 @@ class Ledger:
             at_once=not used.isdisjoint(DECIDE_BY_LATENCY),
             send=self._send_latencies,
         )
-        learns = not used.isdisjoint(DECIDE_BY_LEARNED)
+        self.learns = not used.isdisjoint(DECIDE_BY_LEARNED)
         self._speeds = (
             Speeds(keys=keys, script=scripts["learn_speeds"], counts=self.counts, send=self._send_latencies)
-            if learns
+            if self.learns
             else None
         )
         self.dispatched = Dispatched(keys=keys, script=scripts["note_dispatched"])

@@ -90,7 +90,7 @@ def by_url(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) ->
     try:
         url = normalise_url(url, field="a deployment's URL")
     except BadRequest as e:
-        raise Misused(f"{URL_VARIABLE}: {e.message}, not {url!r}") from e
+        raise Misused(f"{URL_VARIABLE}: {_fault(e, url)}") from e
     return ByUrl(url, getattr(args, "admin_key", None) or environ.get(KEY_VARIABLE))
 
 
@@ -122,8 +122,15 @@ def reached(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
     return ByRedis(settings.redis_url, settings.namespace)
 
 
+def _fault(error: BadRequest, text: str) -> str:
+    # What has a password in it is not said again.
+    if "@" in text:
+        return "a deployment's URL must not hold a user or password; the key goes in --admin-key"
+    return f"{error.message}, not {text!r}"
+
+
 def _deployment(text: str) -> str:
     try:
         return normalise_url(text, field="a deployment's URL")
     except BadRequest as e:
-        raise argparse.ArgumentTypeError(f"{e.message} ({URL_VARIABLE} holds it too), not {text!r}") from e
+        raise argparse.ArgumentTypeError(f"{_fault(e, text)} ({URL_VARIABLE} holds it too)") from e

@@ -82,6 +82,8 @@ def test_over_http_a_deployment_that_is_not_reached(check: Check, deployment: Sc
         deployment.refusal = (401, "no key")
     checked = check("--url", deployment.url if way == "refused" else "http://127.0.0.1:1")
     assert checked.trouble == {"http.reach": "bad"}
+    mend = checked.document["findings"][0]["mend"]
+    assert mend.startswith("it is reached" if way == "refused" else "start `evenhand serve`")
 
 
 def test_a_redis_url_in_the_environment_goes_before_a_url_there(

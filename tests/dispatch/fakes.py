@@ -60,6 +60,8 @@ class FakeLedger:
     `latencies` counts good releases, `rows_ended` those that end a row of failures.
     """
 
+    learns = True
+
     def __init__(self, registry: FakeRegistry) -> None:
         self._registry = registry
         self.counts: Counter[str] = Counter()

@@ -44,6 +44,7 @@ class FakeAnswer:
         self.url = "http://engine:1"
         self.script = list(script)
         self.reads = 0
+        self.measured = True
         self.tokens = 0.0
         self.outcomes: list[Outcome] = []
         self.failures: list[UpstreamError] = []

@@ -497,7 +497,7 @@ async def finish(
         response.close()
         raise
     # The prompt was another node's work.
-    answer = Answer(response, url, (pair.decode,), broke, request_bytes=0)
+    answer = Answer(response, url, (pair.decode,), broke, request_bytes=0 if pair.decode.learns else None)
     answer.headers = [*answer.headers, *pair.server_timing()]
     return answer
 
