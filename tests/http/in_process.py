@@ -85,11 +85,11 @@ class Straight:
 class Face:
     """A worker without its socket. All its methods are for other threads than the loop's."""
 
-    def __init__(self, engine_url: str, loop: LoopThread, *, client_timeout_s: float = 0.0) -> None:
+    def __init__(self, engine_url: str, loop: LoopThread, *, client_timeout_s: float = 0.0, **settings: Any) -> None:
         self._loop = loop
         self._dispatcher = Straight(engine_url)
         app = build_app(
-            settings=Settings.load(),
+            settings=Settings.load(settings),
             registry=FakeRegistry(),  # type: ignore[arg-type]
             dispatcher=self._dispatcher,
             engine_client=FakeEngines(),

@@ -38,7 +38,7 @@ def asking(origin: bytes = PAGE, method: bytes = b"POST") -> list[tuple[bytes, b
     return [*of(origin), (b"access-control-request-method", method), (b"access-control-request-headers", names)]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/v1/embeddings"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/v1/embeddings", "/tokenize", "/v2/rerank"])
 async def test_a_preflight_is_answered_without_a_key(path: str) -> None:
     reply = await world(api_keys=["k"]).ask("OPTIONS", path, headers=asking())
     assert (reply.status, reply.body) == (204, b"")
@@ -113,9 +113,21 @@ async def test_an_engines_own_words_to_pages_give_way() -> None:
     assert (b"x-engine", b"1") in reply.headers
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/v2/rerank"])
+async def test_what_goes_to_engines_beside_v1_may_be_read_too(path: str) -> None:
+    reply = await world(FakeAnswer(b"{}")).ask("POST", path, b"{}", headers=of(PAGE))
+    assert reply.status == 200
+    assert said(reply)["access-control-allow-origin"] == [PAGE.decode()]
+
+
 async def test_management_is_for_no_page() -> None:
     one = world()
-    for method, path in (("GET", "/nodes/status"), ("OPTIONS", "/nodes/add"), ("GET", "/health")):
+    for method, path in (
+        ("GET", "/nodes/status"),
+        ("OPTIONS", "/nodes/add"),
+        ("GET", "/health"),
+        ("OPTIONS", "/flush_cache"),
+    ):
         assert said(await one.ask(method, path, headers=asking())) == {}
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from app.errors import BadRequest, ConfigurationError
 from app.http.form import renamed_form
 from app.http.peek import peek, renamed
+from app.http.upload import AT_ONCE_BYTES, HELD_BYTES
 from app.nodes import Node, State
 from app.settings import SOURCES_VARIABLE, Settings
 from tests.http.fakes import World
@@ -222,3 +223,166 @@ def test_aliases_are_a_table_of_the_file_and_are_handed_on_whole(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(SOURCES_VARIABLE, "{}")
     assert Settings.load() == found
+
+
+# --- forms that stream, the only model, and who may
+
+AUDIO = "/v1/audio/transcriptions"
+TYPED = [(b"content-type", FORM.encode())]
+LARGE = 3_000_000
+
+
+def part(name: str, content: bytes) -> bytes:
+    return b'--XX\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n' % (name.encode(), content)
+
+
+def form(name: str | None, *, size: int = 10, order: str = "first", preamble: bytes = b"") -> bytes:
+    model = part("model", name.encode()) if name is not None else b""
+    sound = part("file", (b"\r\n--X\0" * (size // 6 + 1))[:size])
+    return preamble + (model + sound if order == "first" else sound + model) + b"--XX--\r\n"
+
+
+async def sent(one: World, body: bytes, *, told: bool = True, piece: int = 50_000, **more: Any) -> tuple[int, Any]:
+    """The answer's status, and what an engine gets: (model, body, Content-Length), or None."""
+    headers = [*TYPED, *more.pop("headers", ())]
+    if told:
+        headers.append((b"content-length", b"%d" % len(body)))
+    got: list[Any] = []
+    opened = one.hybrid.open
+
+    async def read(request: Any) -> Any:
+        if (upload := request.upload) is None:
+            got.append((request.model, request.body, len(request.body)))
+        else:
+            await upload.read()
+            assert not upload.spent
+            upload.rewind()  # as for a second engine
+            data = b""
+            while piece := await upload.read():
+                data += piece
+            got.append((request.model, data, upload.length))
+        return await opened(request)
+
+    one.hybrid.open = read  # type: ignore[method-assign, assignment]
+    pieces = [body[at : at + piece] for at in range(0, len(body), piece)]
+    reply = await one.ask("POST", AUDIO, pieces, headers=headers)
+    return reply.status, got[0] if got else None
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("order", ["first", "last"])
+@pytest.mark.parametrize("size", [10, 100_000, 800_000, LARGE])
+@pytest.mark.parametrize("model", ["internlm2", "m", "a-much-longer-name/than-the-alias"])
+async def test_an_alias_is_replaced_in_forms_of_every_size(model: str, size: int, order: str, told: bool) -> None:
+    one = world(Node(A, models=(model,)), alias=[f"gpt-4o={model}"])
+    came, goes = (form(name, size=size, order=order, preamble=b"x\r\n") for name in ("gpt-4o", model))
+    status, (routed, body, length) = await sent(one, came, told=told)
+    assert (status, routed) == (200, model)
+    assert body == goes
+    assert length == (len(goes) if told or size < (AT_ONCE_BYTES if order == "first" else HELD_BYTES) else None)
+
+
+@pytest.mark.parametrize("size", [10, LARGE])
+@pytest.mark.parametrize("name", [None, ""])
+@pytest.mark.parametrize("preamble", [b"", b"before\r\n"])
+async def test_the_default_model_is_put_into_forms(preamble: bytes, name: str | None, size: int) -> None:
+    one = world(default_model="gpt-4o", alias=["gpt-4o=internlm2"])
+    status, (routed, body, length) = await sent(one, form(name, size=size, preamble=preamble))
+    assert (status, routed) == (200, "internlm2")
+    assert body == form("internlm2", size=size, preamble=preamble)
+    assert length == len(body)
+
+
+@pytest.mark.parametrize("size", [10, LARGE])
+async def test_a_form_that_names_nothing_is_refused_without_a_default_also_where_there_is_one_model(size: int) -> None:
+    assert await sent(world(), form(None, size=size)) == (400, None)
+
+
+@pytest.mark.parametrize("size", [10, LARGE])
+@pytest.mark.parametrize("names", [("gpt-4o", "gpt-4o"), ("internlm2", "gpt-4o"), ("", "internlm2")])
+async def test_a_form_with_two_models_is_refused_with_aliases_and_a_default_too(
+    names: tuple[str, str], size: int
+) -> None:
+    one = world(default_model="internlm2", alias=["gpt-4o=internlm2"])
+    body = b"".join(part("model", name.encode()) for name in names) + form(None, size=size)
+    assert await sent(one, body) == (400, None)
+
+
+async def test_a_form_byte_by_byte() -> None:
+    one = world(alias=["gpt-4o=internlm2"])
+    for order in ("first", "last"):
+        _, (_, body, _) = await sent(one, form("gpt-4o", order=order), piece=1)
+        assert body == form("internlm2", order=order)
+
+
+async def keyed(tmp_path: Path, models: list[str], *nodes: Node, **settings: Any) -> World:
+    keys = tmp_path / "keys"
+    keys.write_text(f'[[keys]]\nkey = "k"\nmodels = {json.dumps(models)}\n')
+    one = world(*nodes, api_keys_file=str(keys), **settings)
+    await one.app._proxy._authority._keys.start()
+    return one
+
+
+KEY = [(b"authorization", b"Bearer k")]
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+@pytest.mark.parametrize("size", [10, LARGE])
+@pytest.mark.parametrize(
+    ("models", "name", "status"),
+    [
+        (["internlm2"], "internlm2", 200),
+        (["internlm2"], "gpt-4o", 200),
+        (["internlm2"], None, 200),
+        (["gpt-4o"], "gpt-4o", 200),
+        (["gpt-4o"], "internlm2", 404),
+        (["gpt-4o"], None, 404),
+        (["other"], "gpt-4o", 404),
+        (["other"], "internlm2", 404),
+    ],
+)
+async def test_a_keys_models_are_checked_before_an_engine_hears_of_a_form(
+    tmp_path: Path, models: list[str], name: str | None, status: int, size: int, order: str
+) -> None:
+    one = await keyed(tmp_path, models, alias=["gpt-4o=internlm2"], default_model="internlm2")
+    found, got = await sent(one, form(name, size=size, order=order), headers=KEY)
+    assert found == status
+    assert (got is not None) is (status == 200)
+    assert bool(one.hybrid.requests) is (status == 200)
+
+
+@pytest.mark.parametrize(("models", "status"), [(["internlm2"], 200), (["other"], 404)])
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/rerank"])
+async def test_a_keys_models_are_checked_for_the_only_model(
+    tmp_path: Path, path: str, models: list[str], status: int
+) -> None:
+    one = await keyed(tmp_path, models, alias=["gpt-4o=internlm2"])
+    body = b'{ "prompt":"a" }'
+    reply = await one.ask("POST", path, body, headers=KEY)
+    assert reply.status == status
+    assert [(r.model, r.body) for r in one.hybrid.requests] == ([("internlm2", body)] if status == 200 else [])
+    assert status == 200 or b"internlm2" not in reply.body  # a name that the key may not learn
+
+
+async def test_a_key_for_an_alias_may_leave_it_out_where_it_is_the_default(tmp_path: Path) -> None:
+    one = await keyed(tmp_path, ["gpt-4o"], alias=["gpt-4o=internlm2"], default_model="gpt-4o")
+    assert (await one.post(b"{}", headers=KEY)).status == 200
+    assert (await one.post(b'{"model":"internlm2"}', headers=KEY)).status == 404
+
+
+@pytest.mark.parametrize("body", [b'{"prompt":"a"}', b'{"model":null,"prompt":"a"}', b'{"model":"","prompt":"a"}'])
+async def test_the_default_model_comes_before_the_only_one(body: bytes) -> None:
+    both = [Node(A, models=("internlm2",)), Node("http://10.0.0.2:1", models=("other",))]
+    for nodes in (both, both[1:]):
+        one = world(*nodes, default_model="internlm2")
+        await one.ask("POST", "/tokenize", body)
+        (request,) = one.hybrid.requests
+        assert request.model == "internlm2"
+        assert json.loads(request.body) == {"model": "internlm2", "prompt": "a"}
+
+
+async def test_an_alias_counts_beside_v1_too() -> None:
+    one = world(alias=["gpt-4o=internlm2"])
+    await one.ask("POST", "/tokenize", b'{"prompt":"a","model":"gpt-4o"}')
+    assert one.hybrid.requests[0].body == b'{"prompt":"a","model":"internlm2"}'
+    assert (await one.ask("POST", "/tokenize", b'{"prompt":"a","model":""}')).status == 400

@@ -285,3 +285,28 @@ def test_a_field_that_is_refused_behind_the_model_cuts_the_engine_off(face: Face
     said = face.say(cut(request(body), 40_000))
     assert said.written.startswith(b"HTTP/1.1 400 ") and b"with_cache" in said.written
     assert not engine.requests  # which are noted when they are complete
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("order", ["first", "last"])
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("size", [1000, 3_000_000])
+def test_an_alias_or_the_default_model_is_put_into_a_form_on_its_way(
+    engine: SimulatedEngine, engine_loop: LoopThread, order: str, chunked: bool, named: bool, size: int
+) -> None:
+    face = Face(engine.url, engine_loop, alias=["a=whisper"], default_model="a")
+    came, goes = (
+        (model + audio(size) if order == "first" else audio(size) + model) + END
+        for model in (part('name="model"', b"a" if named else b""), MODEL)
+    )
+    if chunked:
+        pieces = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in cut(came, 40_000)]
+        stream = [request(b"", b"transfer-encoding: chunked"), *pieces, b"0\r\n\r\n"]
+    else:
+        stream = cut(request(came), 40_000)
+    said = face.say(stream)
+    face.close()
+    assert said.written.startswith(b"HTTP/1.1 200 ")
+    (record,) = engine.requests
+    assert record.body == goes
+    assert record.header(b"content-length") == (None if chunked and size > 10_000 else b"%d" % len(goes))
