@@ -622,7 +622,7 @@ class Settings(BaseSettings):
     )
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_check_origins)] = Field(
         (),
-        description="Origins of web pages that may call engines, https://HOST[:PORT] each, or *; never with credentials.",
+        description="Origins of pages that may call engines, https://HOST[:PORT] each, or *; never with credentials.",
     )
     allow_transfer_params: bool = Field(
         False,
