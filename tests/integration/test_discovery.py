@@ -112,7 +112,7 @@ def test_a_file_brings_nodes_once_with_all_that_it_says_and_takes_them(hosts: Ho
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda master: streams(master, 20, "filed").result(20), hosts.masters))
     assert all(answer.done for found in answers for answer in found)
-    assert len(one.requests) == len(two.requests) == 20
+    assert len(one.requests) + len(two.requests) == 40 and min(len(one.requests), len(two.requests)) >= 10
 
     one.set(chunks=30, gap_s=0.1)
     running = streams(hosts.masters[0], 4, "filed")

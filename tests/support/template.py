@@ -2,7 +2,7 @@
 
 Starting a deployment costs two interpreters that import some 800 modules each: a third of what the whole suite
 costs. So `Process` can ask this one: it forks a guard, the guard forks `serve`, and `serve` forks gunicorn, each with
-the arguments, environment, descriptors, session and title that an exec would have given it. What is run is the same:
+the arguments, environment, descriptors, limits, session and title that an exec would have given it. What is run is the same:
 `runpy` runs the module as `python -m` does. The tests of the command itself start real interpreters.
 
 Runs as a script of its own, and ends when the other end of its socket does. It does not die with its parent as others
@@ -19,6 +19,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import select
 import signal
@@ -72,7 +73,13 @@ class Template:
         """`guard.run` with `command` in a fork."""
         orders, to_guard = os.pipe()
         from_guard, answers = os.pipe()
-        value = {"log": str(log_file), "command": list(command), "env": dict(env or os.environ), "cwd": str(cwd or ".")}
+        value = {
+            "log": str(log_file),
+            "command": list(command),
+            "env": dict(env or os.environ),
+            "cwd": str(cwd or "."),
+            "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        }
         file = os.memfd_create("order")  # a datagram has a limit, an environment has none
         os.write(file, json.dumps(value).encode())
         socket.send_fds(self._socket, [b"fork"], [orders, answers, file])
@@ -151,6 +158,7 @@ def _be_guard(orders: int, answers: int, file: int) -> NoReturn:
 
     def start(command: list[str]) -> NoReturn:
         os.chdir(order["cwd"])
+        resource.setrlimit(resource.RLIMIT_NOFILE, order["files"])
         if _is_ours(command):
             _close_all_but((0, 1, 2))
             _become(command, order["env"])

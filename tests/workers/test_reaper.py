@@ -160,5 +160,6 @@ async def test_the_registry_is_forgotten_unless_somebody_lives(redis: Space) -> 
     redis.cli("ZADD", redis.key("workers"), "1", "dead")
     assert await asyncio.to_thread(forget_registry, settings_for(redis)) == 2
     assert registered(redis) == {}
-    assert set(redis.key_names()) == {"layout", "version", "workers", "requests"}  # the last expires by itself
+    left = {"layout", "version", "workers", "requests", "dispatched", "arrangement"}  # figures, and how it is set up
+    assert {"layout", "version", "workers"} <= set(redis.key_names()) <= left
     assert int(redis.cli("GET", redis.key("version"))) == version + 2
