@@ -2,8 +2,8 @@
 
 Starting a deployment costs two interpreters that import some 800 modules each: a third of what the whole suite
 costs. So `Process` can ask this one: it forks a guard, the guard forks `serve`, and `serve` forks gunicorn, each with
-the arguments, environment, descriptors, limits, session and title that an exec would have given it. What is run is the same:
-`runpy` runs the module as `python -m` does. The tests of the command itself start real interpreters.
+the arguments, environment, descriptors, limits, session and title that an exec would have given it. What is run is the
+same: `runpy` runs the module as `python -m` does. The tests of the command itself start real interpreters.
 
 Runs as a script of its own, and ends when the other end of its socket does. It does not die with its parent as others
 here do: that would be the thread which started it.
