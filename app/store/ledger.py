@@ -245,6 +245,7 @@ class Ledger:
         self._indexed_at_s = time.monotonic()
         self._ordered_calls: dict[tuple[tuple[int, ...], ...], Prepared] = {}
         self._ordering = False  # right now
+        self._orders = 0  # that were done
         self._order_call: bytes | None = None
         # What the encoder policy goes by while Redis is away.
         self._cursor = self._draws.randrange(2**16)
@@ -370,6 +371,7 @@ class Ledger:
                 break
             if journey is not None and journey.watched:
                 sight = Sight(self._keys, pools, score)
+            orders = self._orders
             future = self._count(*ask(pools, attempt == STALE_TRIES - 1), sight)
             try:
                 code, urls = await future
@@ -390,7 +392,8 @@ class Ledger:
                 except StoreUnavailable:
                     break
             elif code == Code.ABSENT:
-                self._order_loads()
+                if orders == self._orders:  # else they have been ordered since this was asked
+                    self._order_loads()
             elif code is None:
                 break
         urls = locally([self._without_shunned(pool) for pool in self._select(selects)])
@@ -485,6 +488,7 @@ class Ledger:
 
     def _ordered(self, reply: Reply) -> None:
         self._ordering = False
+        self._orders += 1
 
     def _read(self, pools: Sequence[Pool], reply: list[int]) -> list[str]:
         return [pool.urls[index - 1] for pool, index in zip(pools, reply[2:], strict=True)]

@@ -118,7 +118,7 @@ def test_the_first_probe_comes_within_1_s_and_then_one_every_second(deployment: 
     begun_s = time.monotonic()
     deployment.add(unwell, ready=False)
     assert _state(deployment, unwell) == "pending"
-    eventually(lambda: len(unwell.probes) >= 3, within_s=6)
+    eventually(lambda: len(unwell.probes) >= 3, within_s=10)
     at_s = [probe.started_s for probe in unwell.probes]
     assert at_s[0] - begun_s < 1.1
     # Another registration moves the moment at which all are probed: so up to 2 s, and a loaded machine is late.
