@@ -123,7 +123,9 @@ def create_app(settings: Settings) -> HttpFace:
     )
     budget = RetryBudget(registry=registry, ledger=ledger, keys=keys)
     engines = EngineClient(
-        probe_timeout_s=settings.probe_timeout_s, tls=tls, host_header=lambda url: registry.snapshot.host_header(url)
+        probe_timeout_s=settings.probe_timeout_s,
+        tls=tls,
+        host_header=lambda url: registry.snapshot.host_headers.get(url, ""),
     )
     caller = Caller(
         registry=registry,

@@ -186,7 +186,8 @@ class Caller:
 
     def _target(self, url: str) -> Target:
         target = self._targets.get(url)
-        named = self._registry.snapshot.host_header(url)
+        names = self._registry.snapshot.host_headers
+        named = names.get(url, "") if names else ""
         if target is None or target.named != named:
             if len(self._targets) > 2 * len(self._registry.snapshot.nodes) + 16:
                 self._targets.clear()

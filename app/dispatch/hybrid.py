@@ -157,7 +157,8 @@ class HeldNode:
 
     async def send(self, request: EngineRequest) -> Answer:
         url = self.ticket.url
-        self.ticket.begin()
+        if self.ticket.learns:
+            self.ticket.begin()
         try:
             response = await self.caller.send(url, request)
         except BaseException:

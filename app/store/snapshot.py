@@ -50,7 +50,8 @@ def least_bad(nodes: Sequence[Node]) -> list[Node]:
 
 
 class Snapshot:
-    """All nodes at one registry version. `engine_keys` (url -> key) never enters repr."""
+    """All nodes at one registry version. `engine_keys` (url -> key) never enters repr; `host_headers`: url -> the name
+    that the node is spoken to under, where that is not its URL's."""
 
     def __init__(
         self, version: int = 0, nodes: Mapping[str, Node] | None = None, engine_keys: Mapping[str, str] | None = None
@@ -60,6 +61,7 @@ class Snapshot:
         self.engine_keys: Mapping[str, str] = dict(engine_keys or {})
         self._pools: dict[tuple[str, tuple[Role, ...]], Pool] = {}
         self.broken = frozenset(node.url for node in self.nodes.values() if node.breaker != Breaker.CLOSED)
+        self.host_headers = {url: node.host_header for url, node in self.nodes.items() if node.host_header}
         self._served = frozenset((node.role, model) for node in self.nodes.values() for model in node.models)
 
     def __repr__(self) -> str:
@@ -74,11 +76,6 @@ class Snapshot:
         """The candidates but `urls`; None where nobody is left."""
         left = [self.nodes[url] for url in pool.urls if url not in urls]
         return self._pool_of(left, model=pool.model) if left else None
-
-    def host_header(self, url: str) -> str:
-        """Under which name the node is spoken to; empty: that of its URL."""
-        node = self.nodes.get(url)
-        return node.host_header if node is not None else ""
 
     def knows(self, model: str) -> bool:
         """Whether any node, a gone one too, has the model."""

@@ -241,10 +241,10 @@ async def test_many_looks_at_once_wait_for_each_other(redis: Space) -> None:
     """More than there are connections: an answer a little later, not an error."""
     async with Watcher(redis, 1) as (registry,):
         await registry.add(A, **plain())
+        before = redis.client.info("clients")["connected_clients"]
         seen = await asyncio.gather(*(registry.status() for _ in range(150)))
         assert all(list(status) == [A] for status in seen)
-        info = redis.client.info("clients")
-        assert info["connected_clients"] < 80
+        assert redis.client.info("clients")["connected_clients"] - before < 70
 
 
 async def test_an_add_is_known_to_its_worker_even_if_an_older_look_was_under_way(
