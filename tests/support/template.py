@@ -26,6 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -55,6 +56,7 @@ class Template:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
         self._socket = ours
+        self._one_at_a_time = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "tests.support.template", str(theirs.fileno()), "x" * ROOM_FOR_TITLES],
             pass_fds=[theirs.fileno()],
@@ -82,10 +84,12 @@ class Template:
         }
         file = os.memfd_create("order")  # a datagram has a limit, an environment has none
         os.write(file, json.dumps(value).encode())
-        socket.send_fds(self._socket, [b"fork"], [orders, answers, file])
+        with self._one_at_a_time:  # a test's threads start deployments too: each must hear of its own
+            socket.send_fds(self._socket, [b"fork"], [orders, answers, file])
+            guard = Guard(int(self._socket.recv(32)), to_guard, from_guard)
         for fd in (orders, answers, file):
             os.close(fd)
-        return Guard(int(self._socket.recv(32)), to_guard, from_guard)
+        return guard
 
 
 class Guard:
@@ -113,9 +117,17 @@ class Guard:
         return bool(select.select([self._fd], [], [], timeout_s)[0])
 
 
+_making = threading.Lock()
+
+
 @functools.cache
-def the_template() -> Template:
+def _made() -> Template:
     return Template()
+
+
+def the_template() -> Template:
+    with _making:
+        return _made()
 
 
 # --- in the template ----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,17 @@ def test_a_fork_of_the_template_is_named_and_killed_as_others_are(tmp_path: Path
     assert not alive(process.pid)
     deaf = Process(["sh", "-c", "exit 7"], log_file=tmp_path / "other", template=the_template())
     assert deaf.wait(5) == 7, "what is no Python of ours is started as ever"
+
+
+def test_threads_that_fork_at_the_same_time_each_hear_of_their_own(tmp_path: Path) -> None:
+    def code_of(number: int) -> int:
+        words = ["--version"] if number % 2 else ["serve", "--workers", "none"]
+        command = [sys.executable, "-m", "app.cli", *words]
+        log_file = tmp_path / str(number)
+        return Process(command, log_file=log_file, cwd=ROOT, template=the_template()).wait(30)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(code_of, range(24))) == [2, 0] * 12
 
 
 def test_what_outlives_the_command_is_told_and_killed(tmp_path: Path) -> None:
