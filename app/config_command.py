@@ -12,8 +12,8 @@ import sys
 from app.access_keys import access_key
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
-from app.serve_command import add_settings, settings_among
-from app.settings import Settings, WrongSettings, misspelt_variables, warnings_of
+from app.serve_command import add_settings, notes_on, settings_among
+from app.settings import Settings, misspelt_variables
 
 Found = tuple[Settings, dict[str, str]]
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if found is None:
         return 2
     settings, sources = found
-    for line in notes_on(settings, sources):
+    for line in (*misspelt_variables(os.environ), *notes_on(settings, sources)):
         print(f"note: {line}", file=sys.stderr)
     if args.verb == "show":
         _show(settings, sources, as_json=args.json)
@@ -77,17 +77,9 @@ def look(flags: dict[str, object]) -> tuple[Found | None, list[str]]:
     try:
         found = Settings.load_with_sources(flags)
         Topology.of(found[0])
-    except WrongSettings as e:
-        return None, e.lines
     except ConfigurationError as e:
-        return None, [e.message]
+        return None, e.lines
     return found, []
-
-
-def notes_on(settings: Settings, sources: dict[str, str]) -> list[str]:
-    """What is allowed and most likely not meant."""
-    idle = Topology.of(settings).without_effect(settings)
-    return [*misspelt_variables(os.environ), *warnings_of(settings, sources), *([idle] if idle else [])]
 
 
 def _show(settings: Settings, sources: dict[str, str], *, as_json: bool) -> None:

@@ -47,6 +47,11 @@ class EvenhandError(Exception):
 class ConfigurationError(EvenhandError):
     """A setting is missing or wrong; raised before anything is served."""
 
+    @property
+    def lines(self) -> list[str]:
+        """What to print, a line for each fault."""
+        return [self.message]
+
 
 # --- ours: the request or the deployment's state -------------------------------------------------
 

@@ -212,7 +212,7 @@ def create_app(settings: Settings) -> HttpFace:
                 ("keys", access.run),
                 *((("janitor", janitor.run),) if janitor is not None else ()),
                 *(("discovery", discoverer.run) for discoverer in discoverers),
-                ("static nodes", lambda: name_static_nodes(registry, engines, static_nodes(settings), engine_key)),
+                ("static nodes", lambda: name_static_nodes(registry, engines, settings.static_nodes, engine_key)),
             )
         ]
         try:
@@ -440,17 +440,6 @@ def readers(settings: Settings, topology: Topology) -> Iterator[Reader]:
             from app.discovery.names import DnsReader
 
             yield DnsReader(source)
-
-
-def static_nodes(settings: Settings) -> dict[str, Role]:
-    """The nodes that the settings name, with their roles."""
-    prefill = () if settings.prefill_disabled else settings.prefill_servers_urls
-    return (
-        dict.fromkeys(settings.nodes, Role.Hybrid)
-        | dict.fromkeys(settings.encode_servers_urls, Role.Encode)
-        | dict.fromkeys(prefill, Role.Prefill)
-        | dict.fromkeys(settings.decode_servers_urls, Role.Decode)
-    )
 
 
 async def name_static_nodes(

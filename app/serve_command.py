@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -14,7 +15,6 @@ from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
 from app.settings import (
     Settings,
-    WrongSettings,
     choices_of,
     flag_of,
     is_list,
@@ -79,17 +79,20 @@ def settings_among(args: argparse.Namespace) -> dict[str, object]:
     return {name: getattr(args, name) for name in Settings.model_fields}
 
 
+def notes_on(settings: Settings, sources: Mapping[str, str]) -> Iterator[str]:
+    """What is allowed and most likely not meant. Raises ConfigurationError: settings that contradict each other."""
+    yield from warnings_of(settings, sources)
+    # A contradiction is one line here, and a traceback in every worker.
+    idle = Topology.of(settings).without_effect(settings)
+    if idle is not None:
+        yield idle
+
+
 def run(args: argparse.Namespace) -> int:
     doubts = [*misspelt_variables(os.environ)]
     try:
         settings, sources = Settings.load_with_sources(settings_among(args))
-        doubts += warnings_of(settings, sources)
-        # A contradiction is one line here, and a traceback in every worker.
-        idle = Topology.of(settings).without_effect(settings)
-        if idle is not None:
-            doubts.append(idle)
-        if "log_sample" in sources and settings.log_requests != "all":
-            doubts.append("--log-sample has no effect without --log-requests all")
+        doubts.extend(notes_on(settings, sources))
         # After the check: a wrong flag should not wait for a server's imports.
         from workers.processes import warn
         from workers.supervisor import serve
@@ -97,12 +100,8 @@ def run(args: argparse.Namespace) -> int:
         while doubts:
             warn(doubts.pop(0), settings.log_format)
         return serve(settings, sources=sources, simulate=args.simulate)
-    except WrongSettings as e:
-        for line in (*doubts, *e.lines):
-            print(f"evenhand serve: {line}", file=sys.stderr)
-        return 2
     except ConfigurationError as e:
-        for line in (*doubts, e.message):
+        for line in (*doubts, *e.lines):
             print(f"evenhand serve: {line}", file=sys.stderr)
         return 2
 

@@ -32,12 +32,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from app.access_keys import access_key, read_keys
+from app.access_keys import KeysFileError, access_key, read_keys
 from app.config_file import ConfigFile, others_can_read, read_config
 from app.discovery.sources import Source, parse_source
 from app.errors import BadRequest, ConfigurationError
 from app.nearest import nearest
-from app.nodes import normalise_url
+from app.nodes import Role, normalise_url
 from app.redis_url import CLUSTER_SCHEMES, SENTINEL_SCHEMES, RedisPlace
 
 ENV_PREFIX = "EVENHAND_"
@@ -178,7 +178,7 @@ def _check_keys_file(value: Path) -> Path:
 
 def _check_admin_keys_file(value: Path) -> Path:
     if SOURCES_VARIABLE not in os.environ and any(key.models is not None for key in read_keys(value)):
-        raise ValueError(f"{value}: an admin key has no models: it is for nodes")
+        raise KeysFileError(f"{value}: an admin key has no models: it is for nodes")
     return value
 
 
@@ -275,6 +275,10 @@ def _check_share(value: float) -> float:
     return value
 
 
+class NotInstalled(ValueError):
+    """The value is right, and nothing is there that could use it."""
+
+
 def _check_trace_endpoint(value: str) -> str:
     try:
         parts = urlsplit(value)
@@ -289,7 +293,7 @@ def _check_trace_endpoint(value: str) -> str:
         except ModuleNotFoundError:
             found = None
         if found is None:
-            raise ValueError("can't be used without the extra otel: pip install '.[otel]' where `pip install .` was")
+            raise NotInstalled("can't be used without the extra otel: pip install '.[otel]' where `pip install .` was")
     return value
 
 
@@ -682,6 +686,17 @@ class Settings(BaseSettings):
         return self.prefill_servers_urls == ("disable",)
 
     @property
+    def static_nodes(self) -> dict[str, Role]:
+        """The nodes that are named, with their roles."""
+        prefill = () if self.prefill_disabled else self.prefill_servers_urls
+        return (
+            dict.fromkeys(self.nodes, Role.Hybrid)
+            | dict.fromkeys(self.encode_servers_urls, Role.Encode)
+            | dict.fromkeys(prefill, Role.Prefill)
+            | dict.fromkeys(self.decode_servers_urls, Role.Decode)
+        )
+
+    @property
     def sources(self) -> tuple[Source, ...]:
         """What `discover` names."""
         return tuple(map(parse_source, self.discover))
@@ -728,7 +743,11 @@ class WrongSettings(ConfigurationError):
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__(lines[0])
-        self.lines = list(lines)
+        self._lines = list(lines)
+
+    @property
+    def lines(self) -> list[str]:
+        return self._lines
 
 
 def sources_of(flags: Mapping[str, object], file: ConfigFile | None = None) -> dict[str, str]:
@@ -761,18 +780,21 @@ def _file_of(flags: Mapping[str, object]) -> ConfigFile | None:
 
 
 def warnings_of(settings: Settings, sources: Mapping[str, str]) -> list[str]:
-    """What is allowed and better not so, a line for each."""
+    """What is allowed and better not so, or changes nothing, a line for each."""
     secrets = [flag_of(name)[2:] for name, source in sources.items() if is_secret(name) and is_of_file(source)]
     held = {settings.config: ", ".join(secrets)} if secrets else {}
     for path in (settings.api_keys_file, settings.admin_keys_file):
         with contextlib.suppress(ValueError):
             if path is not None and any(key.plain for key in read_keys(path)):
                 held[path] = "keys"
-    return [
+    found = [
         f"{path} holds {what} and every user of this host can read it: chmod o-r"
         for path, what in held.items()
         if path is not None and others_can_read(path)
     ]
+    if "log_sample" in sources and settings.log_requests != "all":
+        found.append("--log-sample has no effect without --log-requests all")
+    return found
 
 
 def flag_of(name: str) -> str:
@@ -914,14 +936,15 @@ def _one_line(error: ErrorDetails, sources: Mapping[str, str]) -> str:
         return f"{error['loc'][0]} is not a setting"
     field = Settings.model_fields[name]
     # A check of our own says it best; pydantic's words ("Input should be ...") know no flag.
-    if error["type"] == "value_error":
-        text = str(error["ctx"]["error"])
+    fault = error["ctx"]["error"] if error["type"] == "value_error" else None
+    if fault is not None:
+        text = str(fault)
     else:
         text = f"must be {allowed(field) or KINDS.get(error['type'], '')}"
         text = error["msg"] if text == "must be " else text
     shown = isinstance(error["input"], (str, int, float)) and not is_secret(name) and "@" not in str(error["input"])
-    shown = shown and not is_of_file(text)  # what is wrong is in the file that it names
-    value = f", not {error['input']!r}" if shown and not text.startswith("can't") else ""
+    shown = shown and not isinstance(fault, (KeysFileError, NotInstalled))  # they are not about the value
+    value = f", not {error['input']!r}" if shown else ""
     return " ".join(f"{_named(name, sources)}: {text}{value}".split())
 
 

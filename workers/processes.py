@@ -6,13 +6,12 @@ Owns the two or three system calls for it; knows no Redis, no gunicorn and no se
 from __future__ import annotations
 
 import ctypes
-import json
+import logging
 import os
 import select
 import signal
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent  # where `app` and `workers` are imported from
@@ -65,12 +64,12 @@ def say(text: str) -> None:
 
 def warn(text: str, log_format: str) -> None:
     """A line on stderr of a process that has no log of its own, in the form of those beside it."""
+    told = f"evenhand serve: {text}"
     if log_format == "json":
-        moment = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        line = {"time": moment, "level": "WARNING", "pid": os.getpid(), "logger": "evenhand.serve", "message": text}
-        told = json.dumps(line)
-    else:
-        told = f"evenhand serve: {text}"
+        from workers.logs import formatter  # nobody else waits for its imports
+
+        record = logging.LogRecord("evenhand.serve", logging.WARNING, __file__, 0, text, (), None)
+        told = formatter("json").format(record)
     write_unless_full(2, f"{told}\n".encode("utf-8", "backslashreplace"))
 
 

@@ -213,7 +213,7 @@ class Supervisor:
             return True  # gunicorn is gone
         if not self._simulate:
             self._next_step = self._named_ready
-            self._greet_by_s = time.monotonic() + (NAMED_WITHIN_S if self._names_nodes else 0.0)
+            self._greet_by_s = time.monotonic() + (NAMED_WITHIN_S if self._settings.static_nodes else 0.0)
             return False
         for _ in range(self._simulate):
             self._start_engine()
@@ -239,11 +239,6 @@ class Supervisor:
         not trusted a key. Else it is ours to do."""
         settings = self._settings
         return not settings.ssl and (not has_keys(settings) or trusts(self._endpoint.url, settings))
-
-    @property
-    def _names_nodes(self) -> bool:
-        named = self._settings
-        return bool(named.nodes or named.encode_servers_urls or named.prefill_servers_urls or named.decode_servers_urls)
 
     def _named_ready(self) -> bool:
         """The nodes that the settings name are there from the start: a moment later the greeting can tell of them."""

@@ -75,9 +75,7 @@ class Hybrid:
                 failure = e
             tried.append(held.url)
             try:
-                another = None
-                if not request.spent:
-                    another = await self._take_another(request.model, tried, retries, failure)
+                another = None if request.spent else await self._take_another(request.model, tried, retries, failure)
             except BaseException:
                 if answer is not None:
                     answer.close(Outcome.ABORTED)

@@ -7,12 +7,10 @@ directly. Everybody gets the same arrivals and lengths in a round. Who needs spe
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,12 +21,10 @@ import aiohttp
 
 from bench.balancing.scenarios import FOUR
 from bench.balancing.simulation import Scenario, arrivals
-from bench.routing.contenders import CONTENDERS, HOST, ROOT, Contender, NotHad, Place, ask, provide
-from bench.routing.engine import COUNTS, MODEL
-from bench.routing.stage import CHAT, ENGINES_WITHIN_S, Standing, standing
-from tests.support.process import Process
+from bench.routing.contenders import CONTENDERS, HOST, Contender, NotHad, Place, ask, provide
+from bench.routing.engine import MODEL
+from bench.routing.stage import CHAT, Engines, Standing, standing
 from tests.support.redis import PrivateRedis
-from tests.support.wait import eventually
 
 SLOWER = 2.0
 """Than in the simulation: a busy machine's late timers matter less."""
@@ -38,30 +34,6 @@ LED, TOLD = "least_expected_delay", "min_expected_latency"
 PEERS = ("nginx", "vllm-router", "sglang-router", "smg", "lmdeploy", "litellm")
 ANSWER_WITHIN_S = 60.0
 PERFECT = "perfect"
-
-
-class Engines:
-    """As `bench.routing.stage.Engines`, with engines that batch."""
-
-    def __enter__(self) -> Engines:
-        self._log = Path(tempfile.mkstemp(prefix="evenhand-bench-", suffix=".log")[1])
-        words = [sys.executable, "-m", "bench.balancing.engine", str(SLOWER), *map(str, FOUR)]
-        self._process = Process(words, log_file=self._log, cwd=ROOT)
-        try:
-            ports = json.loads(eventually(lambda: self._process.log().strip(), within_s=ENGINES_WITHIN_S))
-        except (AssertionError, ValueError):
-            self.__exit__()
-            raise
-        self.urls = [f"http://{HOST}:{port}" for port in ports]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._log.unlink(missing_ok=True)
-
-    def counts(self) -> list[int]:
-        counts: list[int] = json.loads(ask(self.urls[0], COUNTS)[1])
-        return counts
 
 
 def tell_speeds(place: Place) -> None:
@@ -88,7 +60,7 @@ Stand = Callable[[ExitStack, Engines], list[str]]
 
 def one(contender: Contender, python: str = sys.executable) -> Stand:
     def stand(stack: ExitStack, engines: Engines) -> list[str]:
-        return stack.enter_context(standing(contender, python, engines)).urls  # type: ignore[arg-type]
+        return stack.enter_context(standing(contender, python, engines)).urls
 
     return stand
 
@@ -96,8 +68,7 @@ def one(contender: Contender, python: str = sys.executable) -> Stand:
 def two_masters(stack: ExitStack, engines: Engines) -> list[str]:
     server = stack.enter_context(PrivateRedis())
     made: list[Standing] = [
-        stack.enter_context(standing(evenhand(LED, 2, redis_url=server.url), sys.executable, engines))  # type: ignore[arg-type]
-        for _ in range(2)
+        stack.enter_context(standing(evenhand(LED, 2, redis_url=server.url), sys.executable, engines)) for _ in range(2)
     ]
     return [url for standing_ in made for url in standing_.urls]
 
@@ -184,7 +155,7 @@ def measure_all(only: Sequence[str], rounds: int, longest_s: float) -> str:
                 tell("the time is over")
                 break
             try:
-                with Engines() as engines, ExitStack() as stack:
+                with Engines("bench.balancing.engine", str(SLOWER), *map(str, FOUR)) as engines, ExitStack() as stack:
                     best = figures(asyncio.run(load(engines.urls, seed, knows=True)))
                     urls = made[name](stack, engines)
                     mean_s, p99_s = figures(asyncio.run(load(urls, seed, knows=False)))

@@ -35,11 +35,15 @@ EXTRA_S = 25.0  # beyond its time, after which a measurement hangs
 
 
 class Engines:
-    """A context manager. `root`: their guard, for the CPU they use."""
+    """A context manager. `words`: their module, which says their ports, and its arguments. `root`: their guard, for the
+    CPU they use."""
+
+    def __init__(self, *words: str) -> None:
+        self._words = words or ("bench.routing.engine",)
 
     def __enter__(self) -> Engines:
         self._log = Path(tempfile.mkstemp(prefix="evenhand-bench-", suffix=".log")[1])
-        self._process = Process([sys.executable, "-m", "bench.routing.engine"], log_file=self._log, cwd=ROOT)
+        self._process = Process([sys.executable, "-m", *self._words], log_file=self._log, cwd=ROOT)
         try:
             ports = json.loads(eventually(lambda: self._process.log().strip(), within_s=ENGINES_WITHIN_S))
         except (AssertionError, ValueError):

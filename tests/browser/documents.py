@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from tests.support import contract
+
 Document = dict[str, Any]
 
 NOW_S = 1_760_000_000.0
@@ -13,46 +15,25 @@ _ids = itertools.count(1)
 
 def node(number: int = 1, **fields: Any) -> Document:
     """A ready node with nothing to do; `number` makes its URL."""
-    return {
-        "url": f"http://10.0.{number // 250}.{number % 250}:23333",
-        "role": "Hybrid",
-        "state": "ready",
-        "reason": "",
-        "breaker": "closed",
-        "models": ["llama-3-70b"],
-        "speed": None,
-        "unfinished": 0,
-        "failures": 0,
-        "latency_s": [],
-        "requests": 0,
-        "share": 0.0,
-        **fields,
-    }
+    url = f"http://10.0.{number // 250}.{number % 250}:23333"
+    return contract.node(url, **{"models": ["llama-3-70b"], **fields})
 
 
 def worker(name: str = "h1-21-4f1c", lease_s: float = 6.5, nodes: dict[str, int] | None = None) -> Document:
-    return {"id": name, "lease_s": lease_s, "unfinished": sum((nodes or {}).values()), "nodes": nodes or {}}
+    return contract.worker(name, lease_s=lease_s, unfinished=sum((nodes or {}).values()), nodes=nodes or {})
 
 
 def state(nodes: list[Document] | None = None, **fields: Any) -> Document:
     nodes = [node(1), node(2)] if nodes is None else nodes
-    return {
+    ours = {
         "time": NOW_S,
         "version": "0.1.0",
-        "strategy": "min_expected_latency",
-        "encoder_policy": "round_robin",
-        "serving": "Hybrid",
         "redis": {"up": True, "reason": None},
         "registry_version": 7,
         "models": sorted({model for one in nodes for model in one["models"]}),
-        "nodes": nodes,
         "workers": [worker()],
-        "encoders": {"cursor": 0, "next": None, "urls": []},
-        "links": [],
-        "sessions": 0,
-        "handovers": {},
-        **fields,
     }
+    return contract.state(*nodes, **{**ours, **fields})
 
 
 def candidate(number: int, score: float | None, **fields: Any) -> Document:

@@ -16,7 +16,7 @@ from app.dispatch.hybrid import Hybrid
 from app.dispatch.prefill_decode import PrefillDecode
 from app.dispatch.topology import Topology
 from app.errors import BadRequest, ConfigurationError
-from app.main import Split, dispatcher, static_nodes
+from app.main import Split, dispatcher
 from app.metrics.figures import Figures
 from app.nodes import Role
 from app.settings import Settings
@@ -355,7 +355,7 @@ def test_the_use_case_follows_the_topology(flags: dict[str, Any], inner: type, p
 )
 def test_the_nodes_that_are_named_get_their_roles(flags: dict[str, Any], nodes: dict[str, Role]) -> None:
     settings = settings_of(**flags)
-    assert static_nodes(settings) == nodes
+    assert settings.static_nodes == nodes
     for role in nodes.values():
         Topology.of(settings).check(role)
 

@@ -26,7 +26,7 @@ from tests.support.loop import LoopThread
 from tests.support.pd import Fabric, Floor, PdEngine, floor_on, openai_error, server_timing, user
 from tests.support.process import Process
 from tests.support.redis import PrivateRedis, Space
-from tests.support.template import the_template
+from tests.support.template import TEMPLATE
 from tests.support.wait import eventually
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -351,7 +351,7 @@ def test_simulated_engines_of_their_own_processes(
     words = [sys.executable, "-m", "app.cli", "engine", "--pd-protocol", "lmdeploy", "--proxy-url", deployment.url]
     roles = ("Prefill", "Decode")
     running = [
-        Process([*words, "--role", role], log_file=tmp_path / role, cwd=ROOT, template=the_template()) for role in roles
+        Process([*words, "--role", role], log_file=tmp_path / role, cwd=ROOT, template=TEMPLATE) for role in roles
     ]
     try:
         eventually(lambda: all("registered at" in process.log() for process in running), within_s=20)

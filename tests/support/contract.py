@@ -6,11 +6,8 @@ A test says what the deployment would; so the commands are tested without one, a
 from __future__ import annotations
 
 import http.server
-import importlib.util
 import json
-import sys
 import threading
-import types
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -21,11 +18,12 @@ import pytest
 
 from app import __version__
 from app.errors import EvenhandError, ModelNotFound
+from app.terminal import by_redis
 
 NOW_S = 1_795_992_650.0
 
 
-def node(url: str, **given: Any) -> dict[str, Any]:
+def node(url: str, /, **given: Any) -> dict[str, Any]:
     return {
         "url": url,
         "role": "Hybrid",
@@ -244,12 +242,6 @@ class ScriptedView:
         self.places: list[tuple[str, str]] = []
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        if importlib.util.find_spec("app.store.view") is None:  # it comes with another branch
-            module: Any = types.ModuleType("app.store.view")
-            module.View = object
-            module.over_redis = module.view_over_redis = module.explain_over_redis = None
-            monkeypatch.setitem(sys.modules, "app.store.view", module)
-        by_redis = importlib.import_module("app.terminal.by_redis")
         monkeypatch.setattr(by_redis, "view_over_redis", self._once)
         monkeypatch.setattr(by_redis, "explain_over_redis", self._explain_once)
         monkeypatch.setattr(by_redis, "over_redis", self._over_redis)

@@ -21,7 +21,7 @@ from tests.support.http import Reply, request
 from tests.support.process import Process, children, command
 from tests.support.quiet import quiet_check
 from tests.support.redis import PrivateRedis, Space
-from tests.support.template import the_template
+from tests.support.template import TEMPLATE
 from tests.support.wait import eventually
 
 __all__ = ["Deployment", "quiet_check"]
@@ -103,7 +103,7 @@ class Deployment:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("EVENHAND_")}
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         env = inherited | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))} | self.env
-        template = None if self._own_python else the_template()
+        template = None if self._own_python else TEMPLATE
         self.process = Process(self.command(), log_file=self.directory / "log", env=env, cwd=ROOT, template=template)
         if wait:
             self.wait_for_health()

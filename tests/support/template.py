@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import functools
 import gc
 import importlib
 import json
@@ -50,13 +49,15 @@ ROOM_FOR_TITLES = 16_384
 
 
 class Template:
-    """The asking side; one per process of pytest, made when first needed."""
+    """The asking side; `TEMPLATE` is that of this process of pytest, started when first asked."""
 
     def __init__(self) -> None:
+        self._one_at_a_time = threading.Lock()
+        self._socket: socket.socket | None = None
+
+    def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-        self._socket = ours
-        self._one_at_a_time = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "tests.support.template", str(theirs.fileno()), "x" * ROOM_FOR_TITLES],
             pass_fds=[theirs.fileno()],
@@ -65,10 +66,11 @@ class Template:
             cwd=ROOT,
         )
         theirs.close()
-        atexit.register(self.close)
+        atexit.register(self._close, ours)
+        return ours
 
-    def close(self) -> None:
-        self._socket.close()
+    def _close(self, ours: socket.socket) -> None:
+        ours.close()
         self._process.wait()
 
     def guarded(self, log_file: Path, command: Sequence[str], env: Mapping[str, str] | None, cwd: Path | None) -> Guard:
@@ -85,6 +87,7 @@ class Template:
         file = os.memfd_create("order")  # a datagram has a limit, an environment has none
         os.write(file, json.dumps(value).encode())
         with self._one_at_a_time:  # a test's threads start deployments too: each must hear of its own
+            self._socket = self._socket or self._start()
             socket.send_fds(self._socket, [b"fork"], [orders, answers, file])
             guard = Guard(int(self._socket.recv(32)), to_guard, from_guard)
         for fd in (orders, answers, file):
@@ -117,17 +120,7 @@ class Guard:
         return bool(select.select([self._fd], [], [], timeout_s)[0])
 
 
-_making = threading.Lock()
-
-
-@functools.cache
-def _made() -> Template:
-    return Template()
-
-
-def the_template() -> Template:
-    with _making:
-        return _made()
+TEMPLATE = Template()
 
 
 # --- in the template ----------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tests.support.process import Process, children
 from tests.support.process import command as command_of
 from tests.support.quiet import counts, quiet_check
 from tests.support.redis import AT_ONCE, PrivateRedis, Space, TcpProxy, server_binary
-from tests.support.template import the_template
+from tests.support.template import TEMPLATE
 from tests.support.wait import aeventually, eventually
 
 Factory = Callable[..., SimulatedEngine]
@@ -81,7 +81,7 @@ def test_a_fork_of_the_template_is_what_a_python_of_its_own_is(
     command = [sys.executable, "-m", "app.cli", *words]
     env = dict(os.environ, EVENHAND_URL="http://127.0.0.1:9")
     logs = []
-    for template in (None, the_template()):
+    for template in (None, TEMPLATE):
         log_file = tmp_path / f"{template is None}"
         process = Process(command, log_file=log_file, env=env, cwd=ROOT, template=template)
         assert process.wait(20) == code
@@ -92,14 +92,14 @@ def test_a_fork_of_the_template_is_what_a_python_of_its_own_is(
 
 def test_a_fork_of_the_template_is_named_and_killed_as_others_are(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "app.cli", "engine"]
-    process = Process(words, log_file=tmp_path / "log", cwd=ROOT, template=the_template())
+    process = Process(words, log_file=tmp_path / "log", cwd=ROOT, template=TEMPLATE)
     eventually(lambda: "http://" in process.log(), within_s=10)
     assert command_of(process.pid) == " ".join(words)
     assert set(os.listdir(f"/proc/{process.pid}/fd")) >= {"0", "1", "2"}
     assert os.readlink(f"/proc/{process.pid}/fd/0") == os.devnull
     assert process.kill() == -signal.SIGKILL
     assert not alive(process.pid)
-    deaf = Process(["sh", "-c", "exit 7"], log_file=tmp_path / "other", template=the_template())
+    deaf = Process(["sh", "-c", "exit 7"], log_file=tmp_path / "other", template=TEMPLATE)
     assert deaf.wait(5) == 7, "what is no Python of ours is started as ever"
 
 
@@ -108,7 +108,7 @@ def test_threads_that_fork_at_the_same_time_each_hear_of_their_own(tmp_path: Pat
         words = ["--version"] if number % 2 else ["serve", "--workers", "none"]
         command = [sys.executable, "-m", "app.cli", *words]
         log_file = tmp_path / str(number)
-        return Process(command, log_file=log_file, cwd=ROOT, template=the_template()).wait(30)
+        return Process(command, log_file=log_file, cwd=ROOT, template=TEMPLATE).wait(30)
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(code_of, range(24))) == [2, 0] * 12

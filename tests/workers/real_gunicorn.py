@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.process import Process, children
-from tests.support.template import the_template
+from tests.support.template import TEMPLATE
 from tests.support.wait import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ class Gunicorn:
             log_file=log_file,
             env={**clean, **settings, **env},
             cwd=root,
-            template=the_template() if root == ROOT else None,
+            template=TEMPLATE if root == ROOT else None,
         )
         eventually(lambda: self.log().count("Application startup complete") >= workers, within_s=15)
 

@@ -22,7 +22,7 @@ from tests.support.http import request
 from tests.support.loop import LoopThread
 from tests.support.pd import Fabric, PdEngine
 from tests.support.process import Process
-from tests.support.template import the_template
+from tests.support.template import TEMPLATE
 from tests.support.wait import aeventually, eventually
 from workers.engine import add_arguments, run
 from workers.engine_books import Books
@@ -492,9 +492,7 @@ async def test_a_session_may_be_freed_again_where_the_answer_was_lost(
 
 def test_engines_of_their_own_processes_end_sessions_by_http(tmp_path: Any) -> None:
     words = [sys.executable, "-m", "app.cli", "engine", "--pd-protocol", "lmdeploy", "--role"]
-    running = [
-        Process([*words, role], log_file=tmp_path / role, template=the_template()) for role in ("Prefill", "Decode")
-    ]
+    running = [Process([*words, role], log_file=tmp_path / role, template=TEMPLATE) for role in ("Prefill", "Decode")]
     try:
         urls = [eventually(lambda p=p: re.search(r"http://\S+", p.log()), within_s=20)[0] for p in running]  # type: ignore[misc]
 
