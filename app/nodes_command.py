@@ -164,7 +164,8 @@ def _node(text: str) -> str:
     try:
         return normalise_url(text, field="NODE_URL")
     except BadRequest as e:
-        raise argparse.ArgumentTypeError(f"{e.message}, not {text!r}") from e
+        # What has a password in it is not said again.
+        raise argparse.ArgumentTypeError(e.message if "@" in text else f"{e.message}, not {text!r}") from e
 
 
 def _role(text: str) -> int:

@@ -595,3 +595,9 @@ def test_a_password_in_the_url_of_a_deployment_is_not_said_again(
     monkeypatch.setenv("EVENHAND_URL", "http://u:hush@127.0.0.1:1")
     assert run("nodes", "list") == 2
     assert "hush" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["add", "remove", "drain"])
+def test_a_password_in_the_url_of_a_node_is_not_said_again(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    assert run("nodes", verb, "http://u:hush@127.0.0.1:1") == 2
+    assert "hush" not in (told := capsys.readouterr().err) and "must not hold a user or password" in told
