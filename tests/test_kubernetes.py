@@ -20,6 +20,7 @@ from app.discovery.sources import DnsSource
 from app.http.openapi import document
 from app.metrics.families import FAMILIES
 from app.settings import Settings, variables_of
+from tests.support.redis import Space
 from tests.test_deploy import promtool
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,8 +128,7 @@ def test_everything_is_in_one_namespace() -> None:
     assert {secret["metadata"]["namespace"] for secret in SECRETS.values()} == {"evenhand"}
 
 
-def test_the_pod_is_restricted_as_its_namespace_asks() -> None:
-    assert the("Namespace")["metadata"]["labels"] == {"pod-security.kubernetes.io/enforce": "restricted"}
+def test_the_pod_keeps_to_the_standard_restricted() -> None:
     whole = POD["spec"]["securityContext"]
     user = re.search(r"^USER (\d+):(\d+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert user is not None
@@ -176,9 +176,13 @@ def test_commands_are_commands() -> None:
     assert 'ENTRYPOINT ["tini"' in (ROOT / "Dockerfile").read_text()
 
 
-def test_a_redis_that_is_away_keeps_a_new_pod_waiting(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_new_pod_waits_for_redis_and_not_for_other_pods(
+    redis: Space, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("EVENHAND_REDIS_URL", redis.url)
+    monkeypatch.setenv("EVENHAND_NAMESPACE", redis.namespace)
+    assert cli.main(["top", "--once"]) == 0
+    assert "0/0 nodes ready" in capsys.readouterr().out
     monkeypatch.setenv("EVENHAND_REDIS_URL", "redis://127.0.0.1:1/0")
     assert cli.main(["top", "--once"]) == 1
     assert "Redis can't be used" in capsys.readouterr().err
@@ -196,8 +200,7 @@ def test_probes_ask_a_route_that_does_not_look_at_redis_or_engines() -> None:
 
 def test_a_drain_ends_before_its_pod_is_killed(settings: Settings) -> None:
     before = MAIN["lifecycle"]["preStop"]["sleep"]["seconds"]
-    readiness = MAIN["readinessProbe"]
-    assert before >= readiness["periodSeconds"] * readiness["failureThreshold"], "others find out by then, too"
+    assert before >= 5, "until every proxy has heard of it"
     assert POD["spec"]["terminationGracePeriodSeconds"] >= before + 2 * settings.grace_s + 20
 
 
