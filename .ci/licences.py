@@ -105,9 +105,10 @@ def licence_of(package: Locked, stated: Stated | None) -> str:
     return licence
 
 
-def installed() -> dict[str, Stated]:
-    """What each installed package says of itself, by pip-licenses."""
-    words = [sys.executable, "-m", "piplicenses", "--from=all", "--format=json", "--with-system"]
+def stated_by(packages: Iterable[Locked]) -> dict[str, Stated]:
+    """What those of them that are installed say of themselves, by pip-licenses."""
+    names = [package.name for package in packages]
+    words = [sys.executable, "-m", "piplicenses", "--from=all", "--format=json", "--packages", *names]
     rows = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
     return {canonicalize_name(row["Name"]): Stated(row["Version"], _clearest(row)) for row in rows}
 
@@ -133,10 +134,10 @@ def page() -> str:
     Raises:
         Unclear: see `licence_of`.
     """
-    stated = installed()
     runtime = read_lock((ROOT / "requirements.lock").read_text())
     everything = read_lock((ROOT / "requirements-dev.lock").read_text())
     extra = [package for package in of_the_extra(everything) if package not in runtime]
+    stated = stated_by([*runtime, *extra])
     versions = {package.name: package.version for package in runtime}
     bundled = [f"| {name} {versions[name]} | {what} | {licence} |" for name, what, licence in BUNDLED]
     return "\n".join(

@@ -17,7 +17,7 @@ from tests.release.scripts import script
 
 audit = script("audit")
 
-LOCK = "".join(f"{name}=={version} \\\n    --hash=sha256:{'0' * 64}\n" for name, version in (("aaa", "1.0"), ("bbb", "2")))
+LOCK = "".join(f"{pinned} \\\n    --hash=sha256:{'0' * 64}\n" for pinned in ("aaa==1.0", "bbb==2"))
 
 
 def vulnerability(number: int) -> dict[str, Any]:
@@ -110,11 +110,11 @@ def test_packages_that_are_not_found_are_named_beside_what_was_audited() -> None
 @pytest.mark.parametrize(
     ("last_line", "said"),
     [
-        ("requests.exceptions.ReadTimeout: HTTPSConnectionPool(...): Read timed out.", "requests.exceptions.ReadTimeout"),
+        ("requests.exceptions.ReadTimeout: Read timed out.", "requests.exceptions.ReadTimeout"),
         ("requests.exceptions.JSONDecodeError: Expecting value", "requests.exceptions.JSONDecodeError"),
         ("pip_audit._service.interface.ServiceError", "pip_audit._service.interface.ServiceError"),
         (
-            "ERROR:pip_audit._cli:Tip: your network may be blocking this service. Try another service with `-s SERVICE`",
+            "ERROR:pip_audit._cli:Tip: your network may be blocking this service. Try another",
             "ERROR:pip_audit._cli:Tip: your network",
         ),
     ],
