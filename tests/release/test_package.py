@@ -182,6 +182,12 @@ def get(url: str, body: dict[str, object] | None = None) -> str:
         return text
 
 
+def url_of(log: str) -> str:
+    found = SERVES.search(log)
+    assert found is not None, log
+    return found[1]
+
+
 def serves_and_ends(elsewhere: Elsewhere) -> None:
     """`evenhand serve` with its own Redis and a simulated engine: pages, a chat, and an end that leaves nothing."""
     command = [str(elsewhere.bin / "evenhand"), "serve", "--server-name", "127.0.0.1", "--server-port", "0"]
@@ -190,9 +196,7 @@ def serves_and_ends(elsewhere: Elsewhere) -> None:
         [*command, "--workers", "2", "--simulate", "1"], log_file=log_file, env=elsewhere.env, cwd=elsewhere.cwd
     )
     try:
-        found = eventually(lambda: SERVES.search(served.log()), within_s=20)
-        assert found is not None
-        url = found[1]
+        url = eventually(lambda: url_of(served.log()), within_s=40)
         assert json.loads(get(f"{url}/health"))["status"] == "healthy"
         assert json.loads(get(f"{url}/openapi.json"))["info"]["version"] == __version__
         for page, title in ((f"{url}/", "Evenhand"), (f"{url}/dashboard", "Evenhand")):
