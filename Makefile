@@ -7,8 +7,10 @@
 #   make test-long                 the soaks and failovers that take minutes
 #   make chaos [ARGS="--seed 7"]   five minutes of load under random faults (docs/reliability.md)
 #   make bench [ARGS=--quick]      what a router costs: Evenhand and its peers, side by side (docs/performance.md)
-#   make lint                      ruff, mypy, import rules
+#   make lint                      ruff, mypy, import rules, known vulnerabilities of what is locked
 #   make format                    what `make lint` says about the format, done
+#   make licences                  docs/licences.md anew, after a change of requirements.lock
+#   make dist                      sdist and wheel, in dist/ (docs/releasing.md)
 #   make clean                     remove the environment
 
 VENV ?= .venv
@@ -26,7 +28,7 @@ pytest := env -u PYTHONDONTWRITEBYTECODE $(py) -m pytest
 named := $(strip $(NODES) $(findstring --nodes,$(ARGS)) $(findstring --simulate,$(ARGS)) $(EVENHAND_NODES))
 pip := $(py) -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test test-long chaos bench lint format clean
+.PHONY: run test test-long chaos bench lint format licences dist clean
 
 run: $(VENV)/.run
 	@exec $(py) -m app.cli serve $(if $(findstring --workers,$(ARGS)),,--workers $(WORKERS)) \
@@ -53,10 +55,18 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-logo
+	$(py) .ci/audit.py
 
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
+
+licences: $(VENV)/.dev
+	$(py) .ci/licences.py
+
+dist: $(VENV)/.dev
+	rm -rf dist
+	$(py) -m build --no-isolation
 
 # The stamps are newer than the lock file they were made from, so that the next run starts at once.
 $(VENV)/.run: requirements.lock | $(VENV)/bin/pip

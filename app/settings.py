@@ -293,7 +293,10 @@ def _check_trace_endpoint(value: str) -> str:
         except ModuleNotFoundError:
             found = None
         if found is None:
-            raise NotInstalled("can't be used without the extra otel: pip install '.[otel]' where `pip install .` was")
+            raise NotInstalled(
+                "can't be used without the extra otel: pip install '.[otel]' where `pip install .` was, "
+                "'FILE.whl[otel]' after a wheel"
+            )
     return value
 
 

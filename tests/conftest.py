@@ -37,6 +37,7 @@ FIRST = [
     "workers/test_server.py",
     "workers/test_master.py",
     "integration/test_failover.py",
+    "release/test_package.py",
     "store/test_outages.py",
     "integration/test_distserve_failures.py",
     "integration/test_strategies.py",

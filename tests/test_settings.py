@@ -382,5 +382,6 @@ def test_what_traces_need_is_named_where_it_is_missing(monkeypatch: pytest.Monke
     with pytest.raises(ConfigurationError) as caught:
         Settings.load({"trace_endpoint": "http://h:4318"})
     assert caught.value.message == (
-        "--trace-endpoint: can't be used without the extra otel: pip install '.[otel]' where `pip install .` was"
+        "--trace-endpoint: can't be used without the extra otel: pip install '.[otel]' where `pip install .` was, "
+        "'FILE.whl[otel]' after a wheel"
     )

@@ -220,7 +220,8 @@ def test_who_looks_seldom_is_not_told_that_it_is_old() -> None:
 
 
 def test_redis_that_is_away_is_told() -> None:
-    lines = picture(state(redis={"up": False, "reason": "Connection refused"}, workers=[worker("w", lease_s=0.0)]))
+    away = {"up": False, "reason": "Connection refused"}
+    lines = picture(state(version="1.0.0", redis=away, workers=[worker("w", lease_s=0.0)]))
     assert "Redis away: Connection refused" in lines[0]
     assert "w  0 unfinished on 0 nodes" in lines  # of leases nothing is known
 
