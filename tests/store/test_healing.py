@@ -323,12 +323,22 @@ def test_every_key_of_the_page_has_its_shape() -> None:
     }
 
 
-@pytest.mark.parametrize("name", KEYS)
+OTHERS = {name: sorted(WRITE.keys() - {type_of(name)}) for name in KEYS}
+
+
+@pytest.mark.parametrize(
+    ("name", "types"),
+    [
+        # One other type each, every type by turns; all of all in the long run.
+        *[pytest.param(name, [others[i % len(others)]], id=name) for i, (name, others) in enumerate(OTHERS.items())],
+        *[pytest.param(name, others, marks=pytest.mark.long, id=f"{name}-all") for name, others in OTHERS.items()],
+    ],
+)
 async def test_a_key_of_any_other_type_is_healed_while_all_is_idle(
-    redis: Space, name: str, caplog: pytest.LogCaptureFixture
+    redis: Space, name: str, types: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(redis) as scene:
-        for type_ in sorted(WRITE.keys() - {type_of(name)}):
+        for type_ in types:
             caplog.clear()
             scene.write_over(name, type_)
             await aeventually(scene.healed)
@@ -345,17 +355,26 @@ async def test_a_key_of_any_other_type_is_healed_while_all_is_idle(
         await scene.goes_on()
 
 
-@pytest.mark.parametrize("name", sorted({damage[1] for damage in RUBBISH}))
-async def test_rubbish_is_healed_while_all_is_idle(redis: Space, name: str) -> None:
+DAMAGES = {name: [damage for damage in RUBBISH if damage[1] == name] for name in sorted({d[1] for d in RUBBISH})}
+
+
+@pytest.mark.parametrize(
+    ("name", "damages"),
+    [
+        # One each; every one is met under traffic below, and while all is idle in the long run.
+        *[pytest.param(name, damages[-1:], id=name) for name, damages in DAMAGES.items()],
+        *[pytest.param(name, damages, marks=pytest.mark.long, id=f"{name}-all") for name, damages in DAMAGES.items()],
+    ],
+)
+async def test_rubbish_is_healed_while_all_is_idle(redis: Space, name: str, damages: list[tuple[Any, ...]]) -> None:
     async with running(redis) as scene:
-        for damage in RUBBISH:
-            if damage[1] == name:
-                scene.damage(*damage)
-                try:
-                    await aeventually(scene.healed)
-                    await aeventually(lambda: not scene.changed_but(name))
-                except AssertionError as e:
-                    raise AssertionError(f"after {damage}: {e}") from e
+        for damage in damages:
+            scene.damage(*damage)
+            try:
+                await aeventually(scene.healed)
+                await aeventually(lambda: not scene.changed_but(name))
+            except AssertionError as e:
+                raise AssertionError(f"after {damage}: {e}") from e
         await scene.goes_on()
 
 
@@ -365,10 +384,9 @@ async def test_damage_is_healed_under_traffic_and_no_request_fails(redis: Space,
         scene.write_over(name, "list" if type_of(name) == "string" else "string")
         await load.more(50)
         await aeventually(lambda: redis.cli("TYPE", redis.key(name)) in (type_of(name), "none"))
-        for damage in RUBBISH:
-            if damage[1] == name:
-                scene.damage(*damage)
-                await load.more(20)
+        for damage in DAMAGES.get(name, []):
+            scene.damage(*damage)
+            await load.more(20)
         await load.stop()
         assert load.failures == []
         await aeventually(scene.healed)
