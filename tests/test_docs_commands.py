@@ -119,6 +119,7 @@ def test_commands_of_a_page_do_what_it_says(page: Path, deployment: Deployment, 
         f"{command.text}\nended=$?; printf '\\n{mark} %d\\n' $ended; (exit $ended)\n" for command in commands
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith(("EVENHAND_", "XDG_"))}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # each `evenhand` would compile all that it imports
     env |= {
         "HOME": str(deployment.directory / "home"),
         "PATH": f"{deployment.directory / 'bin'}:{env['PATH']}",
@@ -139,13 +140,13 @@ def test_commands_of_a_page_do_what_it_says(page: Path, deployment: Deployment, 
     )
     said = re.split(rf"\n{mark} (\d+)\n", ran.stdout)
     assert len(said) == 2 * len(commands) + 1, ran.stdout
-    for command, following, output, code in zip(
-        commands, [*commands[1:], None], said[0:-1:2], said[1::2], strict=True
-    ):
+    for command, following, output, code in zip(commands, [*commands[1:], None], said[0:-1:2], said[1::2], strict=True):
         asked = following is not None and following.text == "echo $?\n"
         assert code == "0" or asked, f"{command.text}ended with {code}:\n{output}"
         if command.shown is not None:
             assert agrees(command.shown, output), f"{command.text}is shown with\n{command.shown}\nbut said\n{output}"
+    # The next page begins as this one did.
+    eventually(lambda: [node["state"] for node in deployment.nodes("?all=1").values()] == ["ready"] * 3)
 
 
 def test_every_page_that_is_for_running_has_commands_that_are_run() -> None:
