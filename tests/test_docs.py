@@ -18,7 +18,7 @@ from app.dispatch.handover.protocol import LinkFailed
 from app.errors import EvenhandError
 from app.metrics.families import FAMILIES
 from app.settings import OTHER_VARIABLES, Settings, flag_of, variables_of
-from docs.scripts.reference import api_page, settings_page
+from docs.scripts.reference import api_page, default_of, settings_page
 from tests.support.deployment import Deployment
 from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
@@ -47,6 +47,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pages = {path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*.html")}
     sources = {path.relative_to(DOCS).with_suffix(".html").as_posix() for path in DOCS.rglob("*.md")}
     assert pages == sources | {"404.html", "redis-keys.html", "changelog.html"}
+    assert [page for page in pages if "sequenceDiagram" in (tmp_path / "site" / page).read_text()] == []
     # Nothing is fetched from elsewhere by who reads it.
     fetched = re.compile(r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="(?:https?:)?//[^"]*"')
     assert [page for page in pages if fetched.search((tmp_path / "site" / page).read_text())] == []
@@ -134,6 +135,26 @@ def test_what_others_flags_are_called_here_exists(page: Path) -> None:
                 ours |= set(re.findall(r"`(--[a-z-]+)`", cells[1]))
     assert len(ours) > 5
     assert ours <= FLAGS, ours - FLAGS
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent != DOCS / "decisions"], ids=name_of)
+def test_defaults_that_a_page_names_are_those_of_the_settings(page: Path) -> None:
+    """`--flag` (5), and the column `default` of tables whose rows begin with a flag."""
+    text = page.read_text()
+    if page.name.startswith("from-"):
+        text = "\n".join(line.split("|")[2] for line in text.splitlines() if line.startswith("| ") and "`" in line)
+    named = re.findall(r"`--([a-z-]+)` \(`?([\d.]+|off|on)(?: s| MiB)?`?\)", text)
+    for table in re.findall(r"(?m)^\| \w+ \| default \|.*\n\|[-|]+\n((?:\|.*\n)+)", text):
+        for row in table.splitlines():
+            flags, defaults = (cell.strip() for cell in row.split("|")[1:3])
+            named += zip(re.findall(r"`--([a-z-]+)`", flags), re.split(r",\s*", defaults.replace("`", "")), strict=True)
+    fields = {flag_of(name)[2:]: name for name in Settings.model_fields}
+    wrong = [(flag, shown) for flag, shown in named if flag in fields and shown != _default(fields[flag])]
+    assert wrong == []
+
+
+def _default(name: str) -> str:
+    return "256" if name == "max_body_size" else default_of(name)  # MiB
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -1,7 +1,8 @@
 """What `mkdocs build` does beside its own: pages from outside docs/, links that lead there, the list of decisions.
 
 Pages are written to be read in the repository: links to code are relative and lead out of docs/. In the site those
-to a page that is part of it lead there, all others become plain text, after a look whether the file is there.
+to a page that is part of it lead there, all others become plain text, after a look whether the file is there. A link
+that is named like its file gets that page's title.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from docs.scripts.sequence import drawn
+
 ROOT = Path(__file__).resolve().parents[2]
 TAKEN_IN = {"lua/README.md": "redis-keys.md", "CHANGELOG.md": "changelog.md"}
 """Pages of the site that lie outside docs/: their path in the repository -> in the site."""
+DIAGRAM = re.compile(r"(?ms)^```mermaid\n(.*?)^```$")
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^()\s]+)\)")
 
 log = get_plugin_logger("site")
@@ -55,11 +59,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         place = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         site_place = TAKEN_IN.get(place) or (place.removeprefix("docs/") if place.startswith("docs/") else None)
         if site_place is not None:
+            if text == posixpath.basename(path) and path.endswith(".md") and (ROOT / place).exists():
+                text = _title(place)
             return f"[{text}]({posixpath.relpath(site_place, posixpath.dirname(name) or '.')}{mark}{anchor})"
         if not (ROOT / place).exists():
             log.warning("%s links to %s, which is not there", source, target)
         return text
 
     # Not in fences. Code within a line may be a link's text, so it is no border.
-    parts = re.split(r"(?ms)(^```.*?^```$)", markdown)
+    parts = re.split(r"(?ms)(^```.*?^```$)", DIAGRAM.sub(lambda match: drawn(match[1]), markdown))
     return "".join(part if part.startswith("```") else LINK.sub(resolved, part) for part in parts)
+
+
+def _title(path: str) -> str:
+    """Of a page: what its first heading says."""
+    return (ROOT / path).read_text().partition("\n")[0].removeprefix("# ")
