@@ -171,6 +171,15 @@ def test_variables_and_metrics_that_a_page_names_exist(page: Path) -> None:
     assert metrics <= names, metrics - names
 
 
+def test_figures_of_sizing_are_those_that_were_measured() -> None:
+    page = (DOCS / "sizing.md").read_text()
+    part = page.partition("## Workers")[2].partition("So a deployment")[0]
+    measured = re.findall(r"\d+,\d{3}(?= requests/s| chunks/s)", part)
+    assert len(measured) == 4
+    figures = (DOCS / "performance.md").read_text()
+    assert [figure for figure in measured if f"| {figure} (" not in figures] == []
+
+
 # --- troubleshooting
 
 
