@@ -16,6 +16,7 @@ from pymdownx.slugs import slugify
 from app.cli import Parser, build_parser
 from app.dispatch.handover.protocol import LinkFailed
 from app.errors import EvenhandError
+from app.http.peek import INTERNAL
 from app.metrics.families import FAMILIES
 from app.settings import OTHER_VARIABLES, Settings, flag_of, variables_of
 from docs.scripts.reference import api_page, default_of, settings_page
@@ -207,6 +208,13 @@ def test_lines_of_the_log_that_troubleshooting_quotes_are_written_somewhere() ->
 
 
 # --- security
+
+
+def test_security_names_every_field_that_is_refused() -> None:
+    section = (
+        (DOCS / "security.md").read_text().partition("## Fields that clients may not send")[2].partition("\n## ")[0]
+    )
+    assert set(INTERNAL) == set(re.findall(r"`(\w+)`", section.partition(" move caches")[0]))
 
 
 def test_the_rights_that_security_names_are_enough() -> None:
