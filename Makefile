@@ -8,6 +8,7 @@
 #   make chaos [ARGS="--seed 7"]   five minutes of load under random faults (docs/reliability.md)
 #   make bench [ARGS=--quick]      what a router costs: Evenhand and its peers, side by side (docs/performance.md)
 #   make lint                      ruff, mypy, import rules, known vulnerabilities of what is locked
+#   make docs [ARGS=serve]         the documentation as a site, in build/docs; its generated pages first
 #   make format                    what `make lint` says about the format, done
 #   make licences                  docs/licences.md anew, after a change of requirements.lock
 #   make dist                      sdist and wheel, in dist/ (docs/releasing.md)
@@ -28,7 +29,7 @@ pytest := env -u PYTHONDONTWRITEBYTECODE $(py) -m pytest
 named := $(strip $(NODES) $(findstring --nodes,$(ARGS)) $(findstring --simulate,$(ARGS)) $(EVENHAND_NODES))
 pip := $(py) -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test test-long chaos bench lint format licences dist clean
+.PHONY: run test test-long chaos bench lint docs format licences dist clean
 
 run: $(VENV)/.run
 	@exec $(py) -m app.cli serve $(if $(findstring --workers,$(ARGS)),,--workers $(WORKERS)) \
@@ -56,6 +57,11 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-logo
 	$(py) .ci/audit.py
+
+# mkdocs warns of its own successor at every build.
+docs: $(VENV)/.dev
+	$(py) -m docs.scripts.reference
+	NO_MKDOCS_2_WARNING=1 $(py) -m mkdocs $(or $(ARGS),build --strict)
 
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix

@@ -44,6 +44,7 @@ FIRST = [
     "workers/test_prober.py",
     "integration/test_serve_command.py",
     "integration/test_openai_sdk.py",
+    "test_docs_commands.py",
     "integration/test_health.py",
     "integration/test_distserve_lmdeploy.py",
     "integration/test_epd_topologies.py",
