@@ -302,8 +302,6 @@ def outcome_of(error: EvenhandError) -> str:
         return "shutdown"
     if isinstance(error, NoNodeAvailable | StoreUnavailable):
         return "no_node"
-    if error.status == 429:
-        return "shed"
     return Outcome.CLIENT_ERROR if error.status < 500 else "internal_error"
 
 
