@@ -47,8 +47,7 @@ _OF_REQUESTS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40
 REQUESTS = Family(
     "evenhand_requests_total",
     Kind.COUNTER,
-    "Requests to /v1 that ended, by how: ok, client_error, engine_error, no_node, aborted, shutdown, "
-    "internal_error.",
+    "Requests to /v1 that ended, by how: ok, client_error, engine_error, no_node, aborted, shutdown, internal_error.",
     ("model", "route", "outcome", "node"),
 )
 DURATION = Family(
