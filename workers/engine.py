@@ -26,7 +26,7 @@ from workers.engine_lmdeploy import LmdeployEngine
 from workers.engine_server import Engine
 
 REGISTER_TIMEOUT_S = 10.0
-BACKOFF_S = (0.2, 5.0)  # first and longest pause between two tries to register
+BACKOFF_S = (0.2, 1.0)  # first and longest pause between two tries to register
 GRACE_S = 3.0  # running answers may go on for so long after a signal; a second signal ends them
 
 
