@@ -117,8 +117,12 @@ def test_a_distributor_can_be_scaled(name: str, variable: str) -> None:
     assert "container_name" not in service
     assert service["networks"] == {"evenhand": {}}  # no address of its own
     assert service["ports"] == [f"${{{variable}:-{EXAMPLE[variable]}}}:8000"]
-    first, last = map(int, EXAMPLE[variable].split("-"))
+
+
+def test_three_distributors_have_a_port_each_and_those_of_profiles_one_that_stays() -> None:
+    first, last = map(int, EXAMPLE["EVENHAND_PORT"].split("-"))
     assert last - first >= 2
+    assert EXAMPLE["TLS_PORT"].isdecimal() and EXAMPLE["DISTSERVE_PORT"].isdecimal()
 
 
 def test_published_ports_do_not_meet() -> None:
