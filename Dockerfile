@@ -8,7 +8,7 @@
 FROM python:3.12-slim AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /src
-RUN apt-get update && apt-get install -y --no-install-recommends tini
+RUN apt-get update && apt-get install -y --no-install-recommends binutils tini
 RUN python -m venv /opt/evenhand
 COPY requirements.lock ./
 RUN /opt/evenhand/bin/pip install --require-hashes -r requirements.lock
@@ -16,16 +16,18 @@ COPY pyproject.toml README.md LICENSE ./
 COPY lua ./lua
 COPY app ./app
 COPY workers ./workers
-# Source maps of the docs page are 5 MB; nothing serves them.
+# Source maps of the docs page and Cython's sources: nothing reads them. Symbols are half of the wheels' libraries.
 RUN /opt/evenhand/bin/pip install --no-deps . && /opt/evenhand/bin/pip uninstall -y pip \
-    && find /opt/evenhand -name '*.map' -delete
+    && find /opt/evenhand \( -name '*.map' -o -name '*.py[xi]' -o -name '*.pxd' \) -delete \
+    && find /opt/evenhand -name '*.so' -exec strip --strip-unneeded {} +
 
 FROM python:3.12-slim
 # As process 1 the kernel would keep a SIGTERM from Python until it has a handler, so that a stop during the start were
 # lost; and somebody has to reap what a `docker exec` leaves behind.
 COPY --from=build /usr/bin/tini-static /usr/local/bin/tini
 RUN groupadd --system --gid 10001 evenhand \
-    && useradd --system --uid 10001 --gid evenhand --create-home --home-dir /var/lib/evenhand evenhand
+    && useradd --system --uid 10001 --gid evenhand --create-home --home-dir /var/lib/evenhand evenhand \
+    && install -d -m 700 -o evenhand -g evenhand /var/lib/evenhand/tls
 COPY --from=build /opt/evenhand /opt/evenhand
 ENV PATH=/opt/evenhand/bin:$PATH \
     PYTHONUNBUFFERED=1 \

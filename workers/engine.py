@@ -21,11 +21,12 @@ import aiohttp
 from app.errors import BadRequest
 from app.nodes import Role, normalise_url, parse_role
 from workers.engine_answers import Knobs
+from workers.engine_encoder import EncoderEngine
 from workers.engine_lmdeploy import LmdeployEngine
 from workers.engine_server import Engine
 
 REGISTER_TIMEOUT_S = 10.0
-BACKOFF_S = (0.2, 5.0)  # first and longest pause between two tries to register
+BACKOFF_S = (0.2, 1.0)  # first and longest pause between two tries to register
 GRACE_S = 3.0  # running answers may go on for so long after a signal; a second signal ends them
 
 
@@ -46,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--admin-key", metavar="KEY", help="admin key of the distributor, where it asks for one; env EVENHAND_ADMIN_KEY"
     )
     parser.add_argument("--url", help="the address to register, where others reach it by another than --host")
-    parser.add_argument("--role", type=_role, default=Role.Hybrid, help="Hybrid, Prefill, Decode, Encode or 1 to 4")
+    parser.add_argument(
+        "--role", type=_role, default=Role.Hybrid, help="Hybrid, Prefill, Decode, Encode (an encoder) or 1 to 4"
+    )
     parser.add_argument(
         "--pd-protocol",
         choices=["lmdeploy"],
@@ -112,9 +115,13 @@ async def _serve(args: argparse.Namespace) -> int:
 def _engine(args: argparse.Namespace, knobs: Knobs, end: Callable[[], None]) -> Engine:
     """Raises ValueError (a role that the protocol doesn't have) or OSError (the port is taken)."""
     options: dict[str, Any] = {"host": args.host, "port": args.port, "keep_records": False, "on_terminate": end}
-    if args.pd_protocol is None:
+    engine: LmdeployEngine | EncoderEngine
+    if args.pd_protocol is not None:
+        engine = LmdeployEngine(args.role, None, knobs, **options)
+    elif args.role is Role.Encode:
+        engine = EncoderEngine(knobs, **options)
+    else:
         return Engine(knobs, **options)
-    engine = LmdeployEngine(args.role, None, knobs, **options)
     engine.known_as = _url_of(args, engine)
     return engine
 

@@ -21,6 +21,7 @@ from workers.engine_http import Connection, Made, Record
 
 REMEMBERED = 64  # answers, and of requests of at most
 REMEMBERED_BYTES = 65536
+EMBEDDED = b'_embeds"'  # of "image_embeds" and the like; in a text the quote would be escaped
 BACKLOG = 4096  # a burst of new connections must not be refused by accident
 
 
@@ -36,6 +37,7 @@ class Stats:
     dropped: int = 0  # connections closed by `close_on_request`
     connections: int = 0  # open now
     accepted: int = 0
+    with_embeddings: int = 0  # requests with media that an encoder has turned into embeddings
 
 
 class Engine:
@@ -159,6 +161,7 @@ class Engine:
         stats.requests += 1
         stats.in_flight += 1
         stats.max_in_flight = max(stats.max_in_flight, stats.in_flight)
+        stats.with_embeddings += EMBEDDED in record.body
         if self._keep_records:
             self.requests.append(record)
 

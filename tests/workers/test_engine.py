@@ -18,6 +18,7 @@ import aiohttp
 import openai
 import pytest
 
+from app.dispatch.media import Group, MediaRequest, read_reports
 from tests.support import load
 from tests.support.engine import SimulatedEngine
 from tests.support.http import request
@@ -617,6 +618,37 @@ def test_command_serves_and_ends_on_a_signal(tmp_path_factory: pytest.TempPathFa
         assert request("GET", url + "/sim/stats").json()["finished"] == 5
         assert process.stop() == 0
         assert process.log().count("\n") == 1
+
+
+def test_command_is_an_encoder_that_reports_what_its_consumer_counts(
+    tmp_path_factory: pytest.TempPathFactory, engine_factory: Factory
+) -> None:
+    image = {"type": "image_url", "image_url": {"url": "http://img/0.png"}}
+    video = {"type": "video_url", "video_url": {"url": "http://img/1.mp4"}}
+    sound = {"type": "audio_url", "audio_url": {"url": "http://img/2.mp3"}}
+    sent = [part | {"uuid": uuid} for part, uuid in ((image, "a"), (video, "b"), (sound, "c"))]
+    chat = {"model": "sim", "stream": False, "messages": [{"role": "user", "content": sent}]}
+    with command(tmp_path_factory, "--role", "Encode", "--url", "http://encoder:8001") as (process, url):
+        said = request("POST", url + "/v1/chat/completions", body=json.dumps(chat).encode()).json()
+        group = Group("http://encoder:8001", tuple(MediaRequest(json.dumps(chat).encode()).items), ("", "", ""))
+        bad = request("POST", url + "/v1/chat/completions", body=b'{"model": "sim", "messages": 1}')
+        assert process.stop() == 0
+    reported = said["ec_transfer_params"]
+    assert [entry["item_indices"] for entry in reported.values()] == [[0], [1], [2]]
+    assert not {"a", "b", "c"} & set(reported)  # as of vLLM's encoders, the hash is not the uuid
+    assert [entry["metadata"] for entry in reported.values()] == [
+        {"image_grid_thw": [[1, 16, 16]]},
+        {"video_grid_thw": [[8, 16, 16]]},
+        {"audio_feature_lengths": [100]},
+    ]
+    assert {entry["peer_host"] for entry in reported.values()} == {"encoder"}
+    assert bad.status == 400
+    reports = read_reports(group, json.dumps(said).encode(), audio_in_video=False, to_consumer=False)
+    body = MediaRequest(json.dumps(chat).encode()).with_reports(reports, rewrite=True, to_consumer=False)
+    consumer = engine_factory()
+    for sending in (body, json.dumps(chat).encode(), PLAIN):
+        assert request("POST", consumer.url + "/v1/chat/completions", body=sending).status == 200
+    assert request("GET", consumer.url + "/sim/stats").json()["with_embeddings"] == 1
 
 
 def test_command_ends_on_terminate(tmp_path_factory: pytest.TempPathFactory) -> None:
