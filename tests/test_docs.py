@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 from pymdownx.slugs import slugify
 
 from app.cli import Parser, build_parser
@@ -168,7 +169,9 @@ def test_variables_and_metrics_that_a_page_names_exist(page: Path) -> None:
     variables = set(re.findall(r"\bEVENHAND_[A-Z_]+[A-Z]\b", text))
     assert variables <= VARIABLES, variables - VARIABLES
     adapter = (ROOT / "deploy/kubernetes/prometheus/adapter-values.yaml").read_text()
+    volumes = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["volumes"]
     names = {family.name for family in FAMILIES} | set(re.findall(r"as: (\w+)", adapter))
+    names |= {f"evenhand_{volume}" for volume in volumes}
     metrics = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\bevenhand(?:_[a-z]+)+\b", text)}
     assert metrics <= names, metrics - names
 
