@@ -587,6 +587,21 @@ def test_dead_workers_are_replaced_and_the_end_comes_though_nobody_reads_stderr(
         process.wait()
 
 
+@pytest.mark.timeout(60)
+def test_a_reload_that_is_asked_for_during_the_start_comes_when_it_has_started(state_dir: Path, tmp_path: Path) -> None:
+    words = ["--server-name", "127.0.0.1", "--server-port", "0", "--state-dir", str(state_dir), "--workers", "1"]
+    process = Process([*EVENHAND, "serve", *words, "--log-level", "INFO"], log_file=tmp_path / "log", cwd=ROOT)
+    try:
+        eventually(lambda: any("gunicorn" in command_of(pid) for pid in children(process.pid)), within_s=30)
+        process.send(signal.SIGHUP)
+        eventually(lambda: "Ctrl-C stops" in process.log(), within_s=30)
+        eventually(lambda: "Handling signal: hup" in process.log(), within_s=10)
+        process.send(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+
+
 def test_a_password_in_the_url_of_a_deployment_is_not_said_again(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,7 @@ class Supervisor:
         self._engines_started = 0.0
         self._greet_by_s = 0.0
         self._engines_added = False
+        self._held: list[signal.Signals] = []
         self._stops = 0
         self._kill_at = 0.0
         self._has_terminal = os.isatty(0)
@@ -169,7 +170,10 @@ class Supervisor:
                 return
             signum = signal.SIGTERM
         if signum in FORWARDED:
-            self._gunicorn.send_signal(signum)
+            if self._next_step == self._workers_ready:
+                self._held.append(signum)  # without its handlers gunicorn would die of it
+            else:
+                self._gunicorn.send_signal(signum)
         elif signum != signal.SIGCHLD:
             self._stop(signum)
 
@@ -211,6 +215,9 @@ class Supervisor:
             return False
         if not ready:
             return True  # gunicorn is gone
+        assert self._gunicorn is not None
+        for signum in dict.fromkeys(self._held):
+            self._gunicorn.send_signal(signum)
         if not self._simulate:
             self._next_step = self._named_ready
             self._greet_by_s = time.monotonic() + (NAMED_WITHIN_S if self._settings.static_nodes else 0.0)
