@@ -64,8 +64,8 @@ class Acquirer:
                     pipe.hset(keys.explored, url, candidate.explored)
             pipe.execute()
         counting = (keys.unfinished, keys.ledger("w"), keys.sessions, keys.version)
-        names = (*counting, keys.latency_mean, keys.explored, keys.load_index, keys.learned)
-        arguments: list[str | int] = []
+        names = (*counting, keys.latency_mean, keys.explored, keys.load_index, keys.learned, keys.learned_since)
+        arguments: list[str | int] = [""] if self.learns else []
         numbers = itertools.count()
         for n, pool in enumerate(pools):
             arguments += [len(pool), *(f"http://n{next(numbers)}" for _ in pool), *(repr(one.speed) for one in pool)]
