@@ -101,7 +101,7 @@ if told then
     if not named then
         -- A time that comes once: after a loss too, nothing else that was learned has had this name.
         local now = redis.call('TIME')
-        named = now[1] .. string.format('%06d', now[2])
+        named = string.format('%s%06d', now[1], now[2])
         -- Not for ever: somebody may edit `learned` by hand.
         redis.call('SET', learned_since, named, 'PX', TRUSTED_MS)
     end
