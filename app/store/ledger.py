@@ -459,17 +459,19 @@ class Ledger:
         return call.script, command, partial(self._read, pools)
 
     def _ask_by_learned(self, call: Prepared, pools: Sequence[Pool], whatever_version: bool) -> Question:
-        """With the speeds that were learned, if this worker has been told; Redis reads them where they are others now."""
+        """With the learned speeds, if this worker has been told; Redis reads them where they are others by now."""
         draw = self._draws.random
         told = [self._learned.get(pool) for pool in pools]
         since = told[0].since if told[0] is not None else b""
         if any(one is None or one.since != since for one in told):
             since = b""
-        each = b"".join([
-            (one.words if one is not None and since else pool.packed)
-            + PACKED_DRAWS % (int(draw() * 1e10), int(draw() * 1e10))
-            for one, pool in zip(told, pools, strict=True)
-        ])
+        each = b"".join(
+            [
+                (one.words if one is not None and since else pool.packed)
+                + PACKED_DRAWS % (int(draw() * 1e10), int(draw() * 1e10))
+                for one, pool in zip(told, pools, strict=True)
+            ]
+        )
         version = None if whatever_version else pools[0].version
         count = 1 + sum(pool.words + 2 for pool in pools)
         return call.script, self._call(call, version, count, packed(since) + each), partial(self._read_told, pools)

@@ -131,7 +131,8 @@ class Shared:
         learned = [since] if self._learns else []
         if self._learns:
             names += [keys.learned, keys.learned_since]
-        words = [worker, 1, 1, *learned, len(self.urls), *self.urls, *speeds, repr(draws.random()), repr(draws.random())]
+        two = repr(draws.random()), repr(draws.random())
+        words = [worker, 1, 1, *learned, len(self.urls), *self.urls, *speeds, *two]
         return self._scripts[0].evalsha(names, words)
 
     def finished(self, request: Request, now_s: float) -> None:
