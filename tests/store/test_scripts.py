@@ -483,7 +483,7 @@ async def test_the_pages_commands_work_and_no_key_is_missing_from_it(own_redis: 
             ticket.release(succeeded=True, work=1.0)
             learning.ledger._speeds.note()  # type: ignore[union-attr]
             (await learning.ledger.acquire(lambda snapshot: snapshot.only(url))).release(succeeded=False)
-        space.cli("PERSIST", space.key("learned_since"))
+            space.cli("PERSIST", space.key("learned_since"))
         names = [keys.unfinished, keys.version, keys.load_index, keys.load(0)]
         await worker.registry.run("index_loads", names, [version, f"{version}:ab12", 60_000, 1, f"1.0 {url}"])
         for key, (type_, _, example) in KEY_ROWS.items():
