@@ -461,7 +461,8 @@ class Ledger:
     def _ask_by_learned(self, call: Prepared, pools: Sequence[Pool], whatever_version: bool) -> Question:
         """With the learned speeds, if this worker has been told; Redis reads them where they are others by now."""
         draw = self._draws.random
-        told = [self._learned.get(pool) for pool in pools]
+        # The last try is refused for nothing.
+        told = [None if whatever_version else self._learned.get(pool) for pool in pools]
         since = told[0].since if told[0] is not None else b""
         if any(one is None or one.since != since for one in told):
             since = b""
