@@ -341,6 +341,24 @@ async def test_what_was_told_expires_so_that_an_edit_by_hand_is_heard_of(redis: 
         assert 0 < int(redis.cli("PTTL", redis.key("learned_since"))) <= 1000
 
 
+@pytest.mark.parametrize(
+    "write",
+    [("SET", "x"), ("RPUSH", "x"), ("SADD", "x"), ("ZADD", "1", "x"), ("HSET", "f", "x"), ("XADD", "*", "f", "x")],
+)
+async def test_whatever_somebody_wrote_over_what_was_told_harms_nothing(redis: Space, write: tuple[str, ...]) -> None:
+    async with Worker(redis.url, redis.namespace, "w1", strategy=STRATEGY) as worker:
+        for url in (A, B):
+            await worker.add_ready(url)
+        redis.cli("HSET", redis.key("learned"), A, "30", B, "10")
+        command, *words = write
+        redis.cli("DEL", redis.key("learned_since"))
+        redis.cli(command, redis.key("learned_since"), *words)
+        assert await share(worker, 8) == {A: 6, B: 2} and worker.shared
+        await answer(worker, A, work=90.0, times=4)  # whoever learns takes it away
+        await share(worker, 1)
+        assert redis.cli("GET", redis.key("learned_since")).isdigit()
+
+
 async def test_pairs_are_chosen_by_what_both_roles_were_told(redis: Space) -> None:
     async with Worker(redis.url, redis.namespace, "w1", strategy=STRATEGY) as worker:
         for url, role in ((A, Role.Prefill), (B, Role.Prefill), (C, Role.Decode)):
