@@ -14,7 +14,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # `python bench/balance.py` works as well as `python -m bench.balance`
 
-from bench.balancing.dispatchers import InTurn, Knowing, Shared, Told, TwoChoices  # noqa: E402
+from bench.balancing.dispatchers import SCRIPTS, InTurn, Knowing, Shared, Told, TwoChoices  # noqa: E402
 from bench.balancing.plot import plot  # noqa: E402
 from bench.balancing.scenarios import SCENARIOS, Aim  # noqa: E402
 from bench.balancing.simulation import Dispatcher, Result, Scenario, run  # noqa: E402
@@ -34,7 +34,7 @@ LED, TOLD, UNTOLD = "least_expected_delay", "min_expected_latency, told", "min_e
 WORKERS = (1, 2, 4)
 SPREAD = 0.03  # of the mean over the numbers of workers
 LONGEST_S = 1200
-SIZES = (3, 4, 8, 16, 64, 256)
+SIZES = (3, 4, 8, 16, 64, 256, 1000)
 CALLS, WRITES, TURNS = 16, 4, 101  # calls a write, writes and turns
 
 Make = Callable[[Scenario, int], Dispatcher]
@@ -147,26 +147,48 @@ def verdicts(found: dict[str, Ratios]) -> Iterator[str]:
 # --- what an acquire costs
 
 
+PLAIN, BY_ORDER = "min_expected_latency", "min_expected_latency by the order of loads"
+READ = f"{LED}, the speeds read"
+MEASURED = (PLAIN, LED, READ, BY_ORDER)
+
+
 @contextmanager
 def filled(server: PrivateRedis, size: int) -> Iterator[Callable[[str], tuple[float, float]]]:
     """A fleet of so many nodes; measures an acquire, us: its script alone, and the CPU of the server."""
     scenario = Scenario("cost", (1.0,) * size, 0.5)
-    made = {name: Shared(server, scenario, 1, name) for name in (LED, "min_expected_latency")}
-    client, keys = server.client, made[LED].keys
-    client.hset(keys.unfinished, mapping={url: number % 9 for number, url in enumerate(made[LED].urls)})
-    client.hset(keys.learned, mapping={url: f"{40 + number / 7:.4g}" for number, url in enumerate(made[LED].urls)})
+    made = {name: Shared(server, scenario, 1, name) for name in (LED, PLAIN)}
+    client, keys, urls = server.client, made[LED].keys, made[LED].urls
+    client.hset(keys.unfinished, mapping={url: number % 9 for number, url in enumerate(urls)})
+    client.hset(keys.learned, mapping={url: f"{40 + number / 7:.4g}" for number, url in enumerate(urls)})
+    client.script_load(SCRIPTS["acquire_least_loaded"].text)
+
+    def by_order() -> Sequence[Any]:
+        names = [keys.unfinished, keys.ledger("w0"), keys.sessions, keys.version, keys.load_index, keys.load(0)]
+        return SCRIPTS["acquire_least_loaded"].evalsha(names, ["w0", 1, 1, "1:ab", 1, "0.5"])
+
+    def prepare(name: str) -> Callable[[], Sequence[Any]]:
+        if name == BY_ORDER:  # the other acquires have taken it away
+            script = SCRIPTS["index_loads"]
+            names = [keys.unfinished, keys.version, keys.load_index, keys.load(0)]
+            ordered = script.evalsha(names, [1, "1:ab", 60_000, size, *(f"1.0 {url}" for url in urls)])
+            client.execute_command("EVAL", script.text, *ordered[2:])
+            return by_order
+        one = made[PLAIN if name == PLAIN else LED]
+        one.hear("w0", told=name == LED)
+        return lambda: one.acquire_command("w0")
 
     def cpu_s() -> float:
         found: dict[str, Any] = client.info("cpu")  # type: ignore[assignment]
         return float(found["used_cpu_user"]) + float(found["used_cpu_sys"])
 
     def measure(name: str) -> tuple[float, float]:
+        make = prepare(name)
         client.config_resetstat()
         since_s = cpu_s()
         for _ in range(WRITES):
             pipe = client.pipeline(transaction=False)
             for _ in range(CALLS):
-                pipe.execute_command(*made[name].acquire_command("w0"))
+                pipe.execute_command(*make())
             pipe.execute()
         spent_s = cpu_s() - since_s
         stats: dict[str, Any] = client.info("commandstats")["cmdstat_evalsha"]  # type: ignore[index]
@@ -179,20 +201,20 @@ def cost() -> str:
     """Turn about, and of each the least: what else the machine does only adds."""
     from tests.support.redis import PrivateRedis
 
-    lines = ["| nodes | script alone, us | ratio | CPU of the server, us | ratio |", "|---|---|---|---|---|"]
+    heads = [f"{name}{'' if name == PLAIN else ' (ratio)'}" for name in MEASURED]
+    lines = [f"| nodes | | {' | '.join(heads)} |", "|---" * (2 + len(MEASURED)) + "|"]
     with PrivateRedis() as server:
         tell = Bar(len(SIZES) * TURNS)
         for size in SIZES:
             with filled(server, size) as measure:
-                pairs = []
+                turns = []
                 for _ in range(TURNS):
-                    pairs.append((measure("min_expected_latency"), measure(LED)))
+                    turns.append([measure(name) for name in MEASURED])
                     tell(f"{size} nodes")
-            cells = [str(size)]
-            for of in range(2):
-                plain, ours = (min(one[of] for one in column) for column in zip(*pairs, strict=True))
-                cells += [f"{plain:.1f}, {ours:.1f}", f"{ours / plain:.2f}"]
-            lines.append(f"| {' | '.join(cells)} |")
+            for of, what in enumerate(("script alone, us", "CPU of the server, us")):
+                least = [min(one[of] for one in column) for column in zip(*turns, strict=True)]
+                cells = [f"{one:.1f} ({one / least[0]:.2f})" for one in least[1:]]
+                lines.append(f"| {size} | {what} | {least[0]:.1f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -7,21 +7,22 @@
 -- KEYS[1]  nodes              SET    node URLs
 -- KEYS[2]  unfinished         HASH   url -> total over all workers
 -- KEYS[3]  learned            HASH   url -> learned speed, what the policy goes by; no entry: to be shown anew
--- KEYS[4+] learning:<url>     HASH   speed, weight, shown, at_ms of each node
+-- KEYS[4]  learned_since      STRING since when `learned` is as it is; taken away with a change
+-- KEYS[5+] learning:<url>     HASH   speed, weight, shown, at_ms of each node
 -- ARGV[1]  now                ms; '' = Redis's clock
 -- ARGV[2+] url, n, then n times rate   per node: work per second of its answers, oldest first
 -- RETURN   {code}             code: 0 learned
 -- COST     O(rates)           CALLER app/store/ledger.py
-local nodes, unfinished, learned = KEYS[1], KEYS[2], KEYS[3]
+local nodes, unfinished, learned, learned_since = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local now_ms = tonumber(ARGV[1])
-local FIRST = 4
-local HALF_LIFE_MS, KEPT, CLIP, SHOWN = 8000, 8, math.log(4), 4
+local FIRST = 5
+local HALF_LIFE_MS, KEPT, CLIP, SHOWN, STEADY = 8000, 8, math.log(4), 4, 1.01
 
 if not now_ms then
     local now = redis.call('TIME')
     now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
 end
-local at = 2
+local at, changed = 2, false
 for i = FIRST, #KEYS do
     local url, n = ARGV[at], tonumber(ARGV[at + 1])
     -- A removed node is forgotten; its late answers must not bring it back.
@@ -31,7 +32,8 @@ for i = FIRST, #KEYS do
         local found = redis.call('HMGET', KEYS[i], 'speed', 'weight', 'shown', 'at_ms')
         local speed, weight = tonumber(found[1] or nil), tonumber(found[2] or nil) or 0
         local shown, at_ms = tonumber(found[3] or nil) or 0, tonumber(found[4] or nil) or now_ms
-        if redis.call('HEXISTS', learned, url) == 0 then
+        local before = tonumber(redis.call('HGET', learned, url) or nil)
+        if not before then
             shown = 0
         end
         if not (speed and speed > 0 and speed < math.huge) then
@@ -47,8 +49,16 @@ for i = FIRST, #KEYS do
         shown = math.min(shown + n, SHOWN)
         redis.call('HSET', KEYS[i], 'speed', string.format('%.9g', speed), 'weight', string.format('%.9g', weight),
             'shown', shown, 'at_ms', string.format('%.0f', now_ms))
-        redis.call('HSET', learned, url, string.format('%.4g', speed * (1 + shown) / (1 + SHOWN)))
+        -- Workers are told of each change: none for what no decision would turn on. Asked so that NaN is replaced.
+        local counted = speed * (1 + shown) / (1 + SHOWN)
+        if not (before and counted <= before * STEADY and before <= counted * STEADY) then
+            redis.call('HSET', learned, url, string.format('%.4g', counted))
+            changed = true
+        end
     end
     at = at + 2 + n
+end
+if changed then
+    redis.call('DEL', learned_since)
 end
 return { 0 }

@@ -30,6 +30,7 @@ class Keys:
         self.latency_mean = p + "latency_mean"
         self.explored = p + "explored"
         self.learned = p + "learned"
+        self.learned_since = p + "learned_since"
         self.last_success = p + "last_success"
         self.prober = p + "prober"
         self.encoder_cursor = p + "encoder_cursor"
@@ -87,8 +88,8 @@ class Shape(NamedTuple):
 
 def shapes(keys: Keys) -> dict[str, Shape]:
     """Key -> shape of all keys that a deployment has once, but those that are made anew whenever they are not right
-    (`load_index` and its groups), `restating`, which is overwritten or expires, and the leases of sources, which who
-    wants one takes away. `events` is a channel, no key."""
+    (`load_index` and its groups, `learned_since`), `restating`, which is overwritten or expires, and the leases of
+    sources, which who wants one takes away. `events` is a channel, no key."""
     return {
         keys.layout: Shape("string", "count"),
         keys.version: Shape("string", "count"),

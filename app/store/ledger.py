@@ -2,8 +2,8 @@
 
 Owns the hot connection, the worker's lease and the arithmetic between the local counts and Redis.
 It must not know HTTP or engines. Keys: unfinished, unfinished:<worker>, sessions, workers, latency_mean,
-explored, failures, requests, encoder_cursor, encoder_credit, load_index, load:<group> (through lua/), watched, and
-those of `store.latencies`, `store.speeds` and `store.dispatched`.
+explored, learned, learned_since, failures, requests, encoder_cursor, encoder_credit, load_index, load:<group>
+(through lua/), watched, and those of `store.latencies`, `store.speeds` and `store.dispatched`.
 
 The rule everything here follows: **a worker never replays, it restates.** The local counts are the
 truth about this worker; after anything unclear (an error, a lost reply, a flush, a lease that ran
@@ -28,7 +28,7 @@ import random
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -139,6 +139,14 @@ class Ticket:
                 ledger._learn(self.url, work, now_s - self._began)
 
 
+class Told(NamedTuple):
+    """The learned speeds of a pool, as an acquire that had to read them was told: `words` for the next ones, packed as
+    `Pool.packed`. They are right until `since` is no longer what Redis has."""
+
+    since: bytes
+    words: bytes
+
+
 class Way(NamedTuple):
     """How a node is chosen by a strategy: in Redis, here while Redis is away, and for who watches."""
 
@@ -146,11 +154,12 @@ class Way(NamedTuple):
     policy: Policy
     score: Score
     by_chance: bool
+    by_learned: bool
 
     @classmethod
     def of(cls, strategy: str, scripts: dict[str, Script], keys: Sequence[str], worker: str) -> Way:
         call = Prepared(scripts[f"acquire_{strategy}"], keys, (worker,))
-        return cls(call, POLICIES[strategy], of_nodes(strategy), strategy == "random")
+        return cls(call, POLICIES[strategy], of_nodes(strategy), strategy == "random", strategy in DECIDE_BY_LEARNED)
 
 
 class Ledger:
@@ -228,7 +237,7 @@ class Ledger:
         counting = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.version)
         encoding = (*counting, keys.encoder_cursor, keys.encoder_credit, keys.nodes)
         acquiring = (*counting, keys.latency_mean, keys.explored, keys.load_index)
-        learning = (*acquiring, keys.learned)
+        learning = (*acquiring, keys.learned, keys.learned_since)
         ways = {
             name: Way.of(name, scripts, learning if name in DECIDE_BY_LEARNED else acquiring, worker) for name in used
         }
@@ -240,6 +249,7 @@ class Ledger:
         self._packed_generation = packed(self._generation)
         self._calls: dict[Pool, bytes] = {}  # an acquire of the pool, but for the draws
         self._releases: dict[tuple[str, bool], bytes] = {}
+        self._learned: dict[Pool, Told] = {}
         # Of the registry's snapshot: where nodes stand in the order of loads, since when, and calls that go by it.
         self._index = LoadIndex(keys, registry.snapshot, by_load=self._by_load)
         self._indexed_at_s = time.monotonic()
@@ -391,6 +401,8 @@ class Ledger:
                     await self._registry.catch_up()
                 except StoreUnavailable:
                     break
+            elif code == Code.REFUSED:
+                self._forget_learned(pools)
             elif code == Code.ABSENT:
                 if orders == self._orders:  # else they have been ordered since this was asked
                     self._order_loads()
@@ -428,6 +440,8 @@ class Ledger:
                 # Chance needs nothing that is shared: Redis need not read a whole fleet for it.
                 chosen = [self._draws.choices(pool.urls, pool.speeds)[0] for pool in pools]
                 pools = [snapshot.only(url) for url in chosen]
+        if way.by_learned:
+            return self._ask_by_learned(way.call, pools, whatever_version)
         draw, call = self._draws.random, way.call
         # Ten digits, always: a draw that was rounded up to 1 would be outside of what a policy takes.
         if len(pools) == 1 and not whatever_version:
@@ -443,6 +457,42 @@ class Ledger:
         version = None if whatever_version else pools[0].version
         command = self._call(call, version, sum(pool.words + 2 for pool in pools), each)
         return call.script, command, partial(self._read, pools)
+
+    def _ask_by_learned(self, call: Prepared, pools: Sequence[Pool], whatever_version: bool) -> Question:
+        """With the learned speeds, if this worker has been told; Redis reads them where they are others by now."""
+        draw = self._draws.random
+        # The last try is refused for nothing.
+        told = [None if whatever_version else self._learned.get(pool) for pool in pools]
+        since = told[0].since if told[0] is not None else b""
+        if any(one is None or one.since != since for one in told):
+            since = b""
+        each = b"".join(
+            [
+                (one.words if one is not None and since else pool.packed)
+                + PACKED_DRAWS % (int(draw() * 1e10), int(draw() * 1e10))
+                for one, pool in zip(told, pools, strict=True)
+            ]
+        )
+        version = None if whatever_version else pools[0].version
+        count = 1 + sum(pool.words + 2 for pool in pools)
+        return call.script, self._call(call, version, count, packed(since) + each), partial(self._read_told, pools)
+
+    def _read_told(self, pools: Sequence[Pool], reply: list[Any]) -> list[str]:
+        if type(reply[-1]) is list:
+            since, *speeds = reply.pop()
+            at = 0
+            for pool in pools:
+                size = len(pool.urls)
+                # Of many that asked at once the first to hear is enough.
+                known = self._learned.get(pool)
+                if pool.kept and (known is None or known.since != since):
+                    self._learned[pool] = Told(since, packed(size, *pool.urls, *speeds[at : at + size]))
+                at += size
+        return self._read(pools, reply)
+
+    def _forget_learned(self, pools: Iterable[Pool]) -> None:
+        for pool in pools:
+            self._learned.pop(pool, None)
 
     def _ask_by_load(self, pools: Sequence[Pool]) -> Question | None:
         """For acquire_least_loaded.lua; None where each candidate has to be looked at."""
@@ -471,6 +521,7 @@ class Ledger:
             self._ordered_calls.clear()
             self._calls.clear()
             self._releases.clear()
+            self._learned.clear()
             self._order_call = None
         return self._index
 
@@ -890,6 +941,7 @@ class Ledger:
         self._packed_generation = packed(generation)
         self._calls.clear()
         self._releases.clear()
+        self._learned.clear()
 
     async def _try_to_join(self) -> None:
         try:

@@ -412,7 +412,7 @@ class Registry:
     async def record_failure(self, url: str, rules: BreakerRules) -> None:
         """The node failed a request. Raises StoreUnavailable."""
         arguments: list[Argument] = [url, rules.threshold, round(rules.open_s * 1000), round(rules.longest_s * 1000)]
-        if await self._breaker("record_failure", url, arguments, self._keys.learned):
+        if await self._breaker("record_failure", url, arguments, self._keys.learned, self._keys.learned_since):
             self._figures.count(BREAKER_CHANGES, url, Breaker.OPEN)
             log.warning("node %s: its breaker is open: too many requests failed there in a row", url)
 
@@ -427,7 +427,15 @@ class Registry:
 
     async def _to_show_its_speed(self, url: str) -> None:
         """Before it gets requests again: who comes back starts slowly, at the speed that it had (`learning:<url>`)."""
-        await self.guarded(lambda: self.redis.hdel(self._keys.learned, url))
+        keys = self._keys
+
+        async def forget() -> None:
+            async with self.redis.pipeline(transaction=True) as pipe:
+                pipe.hdel(keys.learned, url)
+                pipe.delete(keys.learned_since)
+                await pipe.execute()
+
+        await self.guarded(forget)
 
     async def _breaker(self, script: str, url: str, arguments: list[Argument], *more: str) -> bool:
         keys = self._keys

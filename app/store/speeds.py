@@ -1,7 +1,8 @@
 """How fast this worker's answers were: what its local decisions go by, and what it tells Redis to learn from.
 
 Owns the samples that are not told yet, and what this worker has learned from its own. It must not know connections or
-the rule (`app.balancing.learning`). Keys: nodes, unfinished, learned, learning:* (through lua/learn_speeds.lua).
+the rule (`app.balancing.learning`). Keys: nodes, unfinished, learned, learned_since, learning:* (through
+lua/learn_speeds.lua).
 
 As latencies they are figures: lost while Redis is away, told of a quarter of a second together.
 """
@@ -73,5 +74,5 @@ class Speeds:
             arguments: list[Argument] = [""]
             for url in some:
                 arguments += [url, len(fresh[url]), *(f"{rate:.6g}" for rate in fresh[url])]
-            names = [keys.nodes, keys.unfinished, keys.learned, *map(keys.learning, some)]
+            names = [keys.nodes, keys.unfinished, keys.learned, keys.learned_since, *map(keys.learning, some)]
             self._send(self._script.evalsha(names, arguments))

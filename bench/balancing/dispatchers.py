@@ -98,21 +98,41 @@ class Shared:
         for script in self._scripts:
             server.client.script_load(script.text)
         self._learns = strategy in DECIDE_BY_LEARNED
+        self._told: dict[str, list[Any]] = {}  # worker -> since when, and the speeds, as a reply said
+        self.acquires, self.reads = 0, 0  # reads: those for which Redis had to read what was learned
         self._samples: dict[str, dict[str, list[float]]] = {worker: {} for worker in self._workers}
         self._due_s: dict[str, float] = {}
 
     def choose(self, request: Request, counts: Sequence[int], now_s: float) -> int:
         self._tell(now_s)
         request.worker = self._draws.choice(self._workers)
-        code, _, index = self._run(*self.acquire_command(request.worker))
+        code, *reply = self._run(*self.acquire_command(request.worker))
+        if code == 7:  # who was told of all and finds one unlearned begins anew
+            del self._told[request.worker]
+            code, *reply = self._run(*self.acquire_command(request.worker))
         assert code == 0
-        return int(index) - 1
+        self.acquires += 1
+        if len(reply) > 2:
+            self._told[request.worker] = reply[2]
+            self.reads += 1
+        return int(reply[1]) - 1
+
+    def hear(self, worker: str, *, told: bool) -> None:
+        """Whether the worker's next acquires come with what is learned by now, if the strategy wants it."""
+        self._told.pop(worker, None)
+        if told and self._learns:
+            *_, self._told[worker] = self._run(*self.acquire_command(worker))
 
     def acquire_command(self, worker: str) -> Sequence[Any]:
         keys, draws = self.keys, self._draws
         names = [keys.unfinished, keys.ledger(worker), keys.sessions, keys.version]
-        names += [keys.latency_mean, keys.explored, keys.load_index, *([keys.learned] if self._learns else [])]
-        words = [worker, 1, 1, len(self.urls), *self.urls, *self._speeds, repr(draws.random()), repr(draws.random())]
+        names += [keys.latency_mean, keys.explored, keys.load_index]
+        since, *speeds = self._told.get(worker, ["", *self._speeds])
+        learned = [since] if self._learns else []
+        if self._learns:
+            names += [keys.learned, keys.learned_since]
+        two = repr(draws.random()), repr(draws.random())
+        words = [worker, 1, 1, *learned, len(self.urls), *self.urls, *speeds, *two]
         return self._scripts[0].evalsha(names, words)
 
     def finished(self, request: Request, now_s: float) -> None:
@@ -124,7 +144,7 @@ class Shared:
         if not self._learns:
             return
         if request.failed:
-            names = [keys.node(url), keys.version, keys.failures, keys.learned]
+            names = [keys.node(url), keys.version, keys.failures, keys.learned, keys.learned_since]
             self._run("HSET", keys.node(url), "state", "ready")
             failed = SCRIPTS["record_failure"]
             self._run("EVAL", failed.text, *failed.evalsha(names, [url, 1_000_000, 1, 1])[2:])
@@ -144,7 +164,7 @@ class Shared:
         for worker in [one for one, due_s in self._due_s.items() if due_s <= now_s]:
             due_s = self._due_s.pop(worker)
             samples, self._samples[worker] = self._samples[worker], {}
-            names = [keys.nodes, keys.unfinished, keys.learned, *map(keys.learning, samples)]
+            names = [keys.nodes, keys.unfinished, keys.learned, keys.learned_since, *map(keys.learning, samples)]
             words: list[Any] = [round(due_s * 1000)]
             for url, rates in samples.items():
                 words += [url, len(rates), *(f"{rate:.6g}" for rate in rates)]

@@ -1,9 +1,9 @@
 -- Policy least_expected_delay: the node with the least (unfinished + 1) / speed, by learned speeds; ties by draw.
 --
--- choose(size, speeds, before, counts, means, tries, draw, chance, learned) -> index, exploring
+-- choose(size, speeds, before, counts, means, tries, draw, chance, learned, skip) -> index, exploring
 --   size candidates; the operator's speed of i is speeds[before + i]; false for what does not stand in Redis:
---   counts[i], its unfinished requests, learned[i], its learned speed; draw, chance: numbers in [0, 1); the others
---   are for policies that read latencies
+--   counts[i], its unfinished requests, learned[skip + i], its learned speed; draw, chance: numbers in [0, 1); the
+--   others are for policies that read latencies
 -- A node that is not learned counts as the average of those that are, by the operator's speeds, and the fewer such
 -- nodes there are the less: one newcomer starts slowly, a fleet of newcomers does not. What idles is explored now
 -- and then, by chance: so each has to show its speed some time, and none can draw much traffic by it.
@@ -12,11 +12,11 @@
 local READS_UNFINISHED, READS_LATENCY, READS_LEARNED = true, false, true
 local EXPLORE_NEW, EXPLORE_IDLE, CAUTION = 0.1, 0.005, 0.9
 
-local function choose(size, speeds, before, counts, means, tries, draw, chance, learned)
+local function choose(size, speeds, before, counts, means, tries, draw, chance, learned, skip)
     -- Most often all are learned and one is the best: this way through is the one that has to be short.
     local least, ties, first, missing = math.huge, 0, 1, 0
     for i = 1, size do
-        local speed = learned[i]
+        local speed = learned[skip + i]
         if speed then
             local score = ((counts[i] or 0) + 1) / speed
             if score < least then
@@ -35,7 +35,7 @@ local function choose(size, speeds, before, counts, means, tries, draw, chance, 
     if chance < EXPLORE_NEW then
         local idle = {}
         for i = 1, size do
-            if (chance < EXPLORE_IDLE or not learned[i]) and tonumber(counts[i] or 0) == 0 then
+            if (chance < EXPLORE_IDLE or not learned[skip + i]) and tonumber(counts[i] or 0) == 0 then
                 idle[#idle + 1] = i
             end
         end
@@ -46,14 +46,14 @@ local function choose(size, speeds, before, counts, means, tries, draw, chance, 
 
     local known, sum, tied = size - missing, 0, {}
     for i = 1, size do
-        if learned[i] then
-            sum = sum + learned[i] / speeds[before + i]
+        if learned[skip + i] then
+            sum = sum + learned[skip + i] / speeds[before + i]
         end
     end
     local unit = known > 0 and sum / known * (1 - CAUTION * known / size) or 1
     least = math.huge
     for i = 1, size do
-        local score = ((counts[i] or 0) + 1) / (learned[i] or unit * speeds[before + i])
+        local score = ((counts[i] or 0) + 1) / (learned[skip + i] or unit * speeds[before + i])
         if score < least then
             least, tied = score, { i }
         elseif score == least then

@@ -14,7 +14,7 @@ import pytest
 
 from bench.balancing.dispatchers import Knowing, Told, Twin
 from bench.balancing.scenarios import FOUR
-from bench.balancing.simulation import Result, Scenario, run
+from bench.balancing.simulation import Request, Result, Scenario, run
 
 SEEDS = range(4)
 
@@ -102,3 +102,35 @@ def test_a_slow_node_that_nobody_needs_is_explored_and_found_to_have_become_fast
     assert 0 < share < 0.03
     found = replace(idle, changes=((20.0, 1, 1.0),), since_s=60.0, requests=3000)
     assert run(found, Twin(found, 1), 1).shares[1] > 0.2
+
+
+def test_what_never_answers_draws_no_more_than_a_few() -> None:
+    # It has no sample, ever: explored while it idles, which is once, and then it counts as a slow one that is busy.
+    hanging = Scenario("", (*FOUR, 1e-9), 0.4, 2000)
+    twin = Twin(hanging, 1)
+    run(hanging, twin, 1)
+    drawn = [at_s for at_s, node, _ in twin.chosen if node == 4]
+    assert 1 <= len(drawn) <= 6
+    # With join the shortest queue it is what all others have, whenever they have it.
+    shortest = run(hanging, Told(hanging, 1, lambda count, _: count), 1).shares[4]
+    assert shortest * 2000 > len(drawn)
+
+
+@pytest.mark.parametrize("times", [1e-3, 1e3])
+def test_one_answer_that_took_a_thousand_times_as_long_or_as_short_changes_no_share(times: float) -> None:
+    class Off(Twin):
+        def finished(self, request: Request, now_s: float) -> None:
+            if request.node == 3 and self.at_s is None and now_s > 10:
+                self.at_s = now_s
+                request = replace(request, at_s=now_s - times * (now_s - request.at_s))
+            super().finished(request, now_s)
+
+        at_s: float | None = None
+
+    scenario = Scenario("", FOUR, 0.75, 1600)
+    shares = []
+    for twin in (Twin(scenario, 1), Off(scenario, 1)):
+        run(scenario, twin, 1)
+        after = Counter(node for at_s, node, _ in twin.chosen if 10 < at_s < 14)
+        shares.append(after[3] / after.total())
+    assert shares[1] == pytest.approx(shares[0], abs=0.03) and shares[1] != shares[0]

@@ -38,6 +38,7 @@ class Acquirer:
     def __init__(self, server: PrivateRedis, script: Script) -> None:
         self.keys = Keys(f"twins{secrets.token_hex(4)}")
         self.script = script
+        self.learns = script.name == "acquire_least_expected_delay"
         self.client = server.client
         self.client.script_load(script.text)
 
@@ -64,14 +65,35 @@ class Acquirer:
                     pipe.hset(keys.explored, url, candidate.explored)
             pipe.execute()
         counting = (keys.unfinished, keys.ledger("w"), keys.sessions, keys.version)
-        names = (*counting, keys.latency_mean, keys.explored, keys.load_index, keys.learned)
-        arguments: list[str | int] = []
+        names = (*counting, keys.latency_mean, keys.explored, keys.load_index, keys.learned, keys.learned_since)
+        arguments: list[str | int] = [""] if self.learns else []
         numbers = itertools.count()
         for n, pool in enumerate(pools):
             arguments += [len(pool), *(f"http://n{next(numbers)}" for _ in pool), *(repr(one.speed) for one in pool)]
             arguments += map(repr, draws[2 * n : 2 * n + 2])
-        command = self.script.evalsha(names, ("w", 5, "3", *arguments))
-        return self.client.execute_command(*command)
+        reply = self.client.execute_command(*self.script.evalsha(names, ("w", 5, "3", *arguments)))
+        if isinstance(reply[-1], list):
+            self.ask_again_with_what_was_told(names, pools, draws, reply)
+            return reply[:-1]
+        return reply
+
+    def ask_again_with_what_was_told(
+        self, names: Sequence[str], pools: Sequence[list[Candidate]], draws: Sequence[float], reply: list[Any]
+    ) -> None:
+        """The same state, and the learned speeds as arguments: the same choice, and nothing told."""
+        told = reply[-1]
+        since, speeds = told[0], iter(told[1:])
+        urls = [f"http://n{n}" for n in range(sum(map(len, pools)))]
+        firsts = list(itertools.accumulate([0, *map(len, pools)]))
+        for first, index in zip(firsts, reply[2:-1], strict=False):
+            for name in (names[0], names[1]):
+                self.client.hincrby(name, urls[first + index - 1], -1)
+        arguments: list[str | int] = [since]
+        for n, pool in enumerate(pools):
+            arguments += [len(pool), *urls[firsts[n] : firsts[n + 1]], *(next(speeds) for _ in pool)]
+            arguments += map(repr, draws[2 * n : 2 * n + 2])
+        again = self.client.execute_command(*self.script.evalsha(names, ("w", 5, "3", *arguments)))
+        assert again == reply[:-1]
 
     def counts(self, name: str) -> dict[str, int]:
         return {url: int(count) for url, count in self.client.hgetall(name).items() if int(count)}

@@ -44,10 +44,11 @@ RULES = Rules(
 KEYS = sorted(
     name.replace("<url>", A).replace("<worker>", "w1")
     for name, row in KEY_ROWS.items()
-    # Made anew whenever they are not right: test_load_index.py. Overwritten, or expires: tests/dispatch/test_links.py.
+    # Made anew whenever they are not right: test_load_index.py, test_speeds.py. Overwritten, or expires:
+    # tests/dispatch/test_links.py.
     if row[0] != "channel"
     and not name.startswith("load")
-    and name != "restating"
+    and name not in ("restating", "learned_since")
     # Taken away by who wants it: tests/workers/test_discoverer.py.
     and not name.startswith("discovering:")
 )

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from app.balancing import POLICIES, Candidate
+from app.balancing import DECIDE_BY_LEARNED, POLICIES, Candidate
 from app.store.keys import Keys
 from app.store.scripts import load_scripts
 from tests.support.redis import PrivateRedis
@@ -154,8 +154,9 @@ class Machine(RuleBasedStateMachine):
     ) -> str | None:
         """The node it was counted on, None where it was refused."""
         keys = [*self.counting_keys(worker), self.keys.version, self.keys.latency_mean, self.keys.explored]
-        keys += [self.keys.load_index, self.keys.learned]
-        said = [len(pool), *pool, *(repr(SPEEDS[url]) for url in pool), *map(repr, two)]
+        keys += [self.keys.load_index, self.keys.learned, self.keys.learned_since]
+        since = [""] if policy in DECIDE_BY_LEARNED else []
+        said = [*since, len(pool), *pool, *(repr(SPEEDS[url]) for url in pool), *map(repr, two)]
         reply = self.run(f"acquire_{policy}", keys, [worker, generation, version, *said])
         model = self.model
         if model.sessions.get(worker) != generation:
@@ -594,7 +595,7 @@ class Machine(RuleBasedStateMachine):
     def fail_a_connection(self, url: str) -> None:
         model = self.model
         arguments = [url, THRESHOLD, 0, 60_000]
-        names = [self.keys.node(url), *self.breaker_keys, self.keys.learned]
+        names = [self.keys.node(url), *self.breaker_keys, self.keys.learned, self.keys.learned_since]
         reply = self.run("record_failure", names, arguments)
         node = model.nodes.get(url)
         if not node:  # a deleted hash is no node

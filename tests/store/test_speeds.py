@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import secrets
 from collections.abc import Iterator
 from typing import Any
@@ -11,12 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from app.balancing import POLICIES, Candidate
 from app.balancing.learning import Learned, learn
-from app.nodes import State
+from app.nodes import Role, State
 from app.store.keys import Keys
 from app.store.ledger import Ticket
 from app.store.registry import BreakerRules
 from app.store.scripts import load_scripts
+from app.store.snapshot import Pool
 from tests.store.harness import MODEL, Worker, of, workers
 from tests.support.redis import PrivateRedis, Space
 from tests.support.wait import aeventually
@@ -36,7 +39,8 @@ class Teacher:
 
     def teach(self, now_ms: int | str, **rates: list[float]) -> None:
         urls = {name: {"a": A, "b": B, "c": C}[name] for name in rates}
-        names = [self.keys.nodes, self.keys.unfinished, self.keys.learned, *map(self.keys.learning, urls.values())]
+        names = [self.keys.nodes, self.keys.unfinished, self.keys.learned, self.keys.learned_since]
+        names += map(self.keys.learning, urls.values())
         arguments: list[Any] = [now_ms]
         for name, some in rates.items():
             arguments += [urls[name], len(some), *map(repr, some)]
@@ -86,7 +90,7 @@ def test_lua_and_python_learn_alike(teacher: Teacher, notes: list[tuple[list[flo
         assert found.speed == pytest.approx(expected.speed, rel=1e-5)
         assert found.weight == pytest.approx(expected.weight, abs=0.02)
         assert (found.shown, found.at_s) == (expected.shown, expected.at_s)
-        assert teacher.counted() == pytest.approx(expected.counted, rel=1e-3)
+        assert teacher.counted() == pytest.approx(expected.counted, rel=0.0105)  # smaller steps are not written
 
 
 def test_a_removed_node_is_not_brought_back_and_nodes_are_learned_each_for_itself(teacher: Teacher) -> None:
@@ -236,3 +240,150 @@ async def test_without_redis_a_worker_goes_by_its_own_answers(own_redis: Private
         own_redis.server.kill()
         await aeventually(lambda: not worker.shared)
         assert await share(worker, 40) == {A: pytest.approx(30, abs=2), B: pytest.approx(10, abs=2)}
+
+
+# --- what an acquire takes from its arguments, and what it reads
+
+
+class Fixed(random.Random):
+    """Gives the two numbers of one decision, over and over."""
+
+    two: tuple[float, float] = (0.5, 0.5)
+    _at = 0
+
+    def random(self) -> float:
+        self._at += 1
+        return self.two[(self._at - 1) % 2]
+
+
+def expected(space: Space, pool: Pool, two: tuple[float, float]) -> str:
+    """By what stands in Redis right now."""
+    counts = space.cli("HGETALL", space.key("unfinished"))
+    learned = {url: float(speed) for url, speed in space.cli("HGETALL", space.key("learned")).items()}
+    candidates = [
+        Candidate(speed, int(counts.get(url, 0)), learned=learned.get(url))
+        for url, speed in zip(pool.urls, pool.speeds, strict=True)
+    ]
+    return pool.urls[POLICIES[STRATEGY](candidates, two)[0]]
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_every_choice_is_by_what_is_learned_at_that_moment_whatever_workers_were_told(
+    redis: Space, seed: int
+) -> None:
+    """Two workers that are told now and then, and everything that may change a speed in between."""
+    steps = random.Random(seed)
+    kinds = [*["acquire"] * 24, *["learn"] * 4, "fail", "come back", "edit", "lose"]
+    async with workers(redis, 2, strategy=STRATEGY) as both:
+        for number, url in enumerate((A, B, C)):
+            await both[0].add_ready(url, speed=1.0 + number)
+        await aeventually(lambda: all(len(worker.registry.snapshot.nodes) == 3 for worker in both))
+        tickets: list[Ticket] = []
+        by_arguments = 0
+        for _ in range(300):
+            worker, url, kind = steps.choice(both), steps.choice((A, B, C)), steps.choice(kinds)
+            if kind == "acquire":
+                ledger = worker.ledger
+                ledger._draws = fixed = Fixed()
+                # Seldom one that explores: then no speed matters.
+                fixed.two = steps.random(), steps.choice((0.5, 0.5, 0.5, 0.05, 0.001))
+                pool = worker.registry.snapshot.pool(MODEL, Role.Hybrid)
+                told = ledger._learned.get(pool)
+                right = expected(redis, pool, fixed.two)
+                by_arguments += told is not None and told.since.decode() == redis.cli("GET", redis.key("learned_since"))
+                tickets.append(await ledger.acquire(of(MODEL)))
+                assert tickets[-1].url == right
+            elif kind == "learn":
+                await answer(worker, url, work=steps.choice((5.0, 10.0, 40.0)), times=steps.randint(1, 4))
+            elif kind == "fail":
+                await worker.registry.record_failure(url, BreakerRules(threshold=1000, open_s=10))
+            elif kind == "come back":
+                await worker.registry._to_show_its_speed(url)
+            elif kind == "edit":  # by hand, and heard of when what was told has expired
+                redis.cli("HSET", redis.key("learned"), url, str(steps.randint(1, 90)))
+                redis.cli("PEXPIRE", redis.key("learned_since"), "0")
+            elif steps.random() < 0.3:
+                redis.cli("DEL", redis.key("learned"), redis.key("learned_since"))
+            if tickets and steps.random() < 0.4:
+                tickets.pop(steps.randrange(len(tickets))).release(succeeded=False)
+                await both[0].take_nothing()
+                await both[1].take_nothing()
+        assert by_arguments > 20
+        for ticket in tickets:
+            ticket.release(succeeded=False)
+
+
+async def test_a_worker_is_told_once_and_redis_reads_nothing_more_until_a_speed_changes(redis: Space) -> None:
+    async with Worker(redis.url, redis.namespace, "w1", strategy=STRATEGY) as worker:
+        for url in (A, B):
+            await worker.add_ready(url)
+        await answer(worker, A, work=30.0, times=4)
+        assert not worker.ledger._learned, "one node of two is no speed to go by"
+        await answer(worker, B, work=10.0, times=4)
+        await share(worker, 2)
+        pool = worker.registry.snapshot.pool(MODEL, Role.Hybrid)
+        told = worker.ledger._learned[pool]
+        redis.cli("SET", redis.key("learned_since"), told.since.decode())  # and it does not expire
+        before = redis.cli("INFO", "commandstats")["cmdstat_hmget"]["calls"]
+        await share(worker, 20)
+        assert redis.cli("INFO", "commandstats")["cmdstat_hmget"]["calls"] - before == 20, "the counts, and no speeds"
+        assert worker.ledger._learned[pool] is told
+        await answer(worker, A, work=60.0)
+        await share(worker, 1)
+        assert worker.ledger._learned[pool].since != told.since
+
+
+async def test_what_was_told_expires_so_that_an_edit_by_hand_is_heard_of(redis: Space) -> None:
+    async with Worker(redis.url, redis.namespace, "w1", strategy=STRATEGY) as worker:
+        await worker.add_ready(A)
+        await answer(worker, A, times=4)
+        await share(worker, 1)
+        assert 0 < int(redis.cli("PTTL", redis.key("learned_since"))) <= 1000
+
+
+@pytest.mark.parametrize(
+    "write",
+    [("SET", "x"), ("RPUSH", "x"), ("SADD", "x"), ("ZADD", "1", "x"), ("HSET", "f", "x"), ("XADD", "*", "f", "x")],
+)
+async def test_whatever_somebody_wrote_over_what_was_told_harms_nothing(redis: Space, write: tuple[str, ...]) -> None:
+    async with Worker(redis.url, redis.namespace, "w1", strategy=STRATEGY) as worker:
+        for url in (A, B):
+            await worker.add_ready(url)
+        redis.cli("HSET", redis.key("learned"), A, "30", B, "10")
+        command, *words = write
+        redis.cli("DEL", redis.key("learned_since"))
+        redis.cli(command, redis.key("learned_since"), *words)
+        assert await share(worker, 8) == {A: 6, B: 2} and worker.shared
+        await answer(worker, A, work=90.0, times=4)  # whoever learns takes it away
+        await share(worker, 1)
+        assert redis.cli("GET", redis.key("learned_since")).isdigit()
+
+
+async def test_pairs_are_chosen_by_what_both_roles_were_told(redis: Space) -> None:
+    async with Worker(redis.url, redis.namespace, "w1", strategy=STRATEGY) as worker:
+        for url, role in ((A, Role.Prefill), (B, Role.Prefill), (C, Role.Decode)):
+            await worker.add_ready(url, role=role)
+        redis.cli("HSET", redis.key("learned"), A, "10", B, "40", C, "5")
+        worker.ledger._draws = Fixed()
+        tickets = []
+        for _ in range(6):
+            tickets += await worker.ledger.acquire_each(
+                lambda snapshot: snapshot.pool(MODEL, Role.Prefill), lambda snapshot: snapshot.pool(MODEL, Role.Decode)
+            )
+        # B at 1 / 40, 2 / 40, 3 / 40; at 4 / 40 it ties with A's 1 / 10, and the draw is for the second of two.
+        assert [ticket.url for ticket in tickets] == [B, C, B, C, B, C, B, C, A, C, B, C]
+        assert len(worker.ledger._learned) == 2
+        for ticket in tickets:
+            ticket.release(succeeded=False)
+
+
+def test_a_speed_is_written_only_where_it_has_moved_by_more_than_a_hundredth(teacher: Teacher) -> None:
+    since = teacher.keys.learned_since
+    teacher.teach(1000, a=[10.0] * 400)
+    teacher.client.set(since, "1")
+    # One sample of four times the speed among four hundred: a third of a hundredth.
+    teacher.teach(1001, a=[40.0])
+    assert teacher.counted() == 10.0 and teacher.client.get(since) == "1"
+    assert 10.02 < teacher.learned().speed < 10.05
+    teacher.teach(1002, a=[40.0] * 3)
+    assert teacher.counted() == pytest.approx(teacher.learned().speed, rel=1e-3) and not teacher.client.exists(since)
