@@ -13,8 +13,9 @@ import sys
 import termios
 import time
 import urllib.parse
+from collections import deque
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
@@ -65,7 +66,8 @@ class Protocol(HttpToolsProtocol):
     """
 
     flow: Flow
-    cycle: Cycle  # None before the first request
+    cycle: Cycle  # type: ignore[assignment]  # in the place of uvicorn's; None before the first request
+    pipeline: deque[tuple[Cycle, Any]]  # type: ignore[assignment]
     _cycles: Sequence[Cycle] = ()  # running and waiting, in order
     _in_head = True
     _begun = False  # the head that is being read
@@ -327,7 +329,7 @@ class Protocol(HttpToolsProtocol):
             if self.pipeline:
                 cycle, app = self.pipeline.pop()
                 self.flow.enough = self._is_enough()
-                self._start_asgi_task(cast(Cycle, cycle), app)
+                self._start_asgi_task(cycle, app)
             else:
                 self._be_idle()
             if self.flow.read_paused:
