@@ -12,11 +12,13 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from app.errors import Headers
 from app.http.headers import CLOSE
 from app.http.ports import WIRE
+from workers.pieces import Pieces
 
 if TYPE_CHECKING:
     from workers.protocol import Protocol
@@ -46,13 +48,15 @@ class Cycle:
         self.on_response: Callable[[], None] = protocol.on_response_complete
         self.disconnected = False
         self.keep_alive = keep_alive
-        self.body: bytes | bytearray = b""  # most often it comes in one piece
+        self.body: bytes | Pieces = b""  # what of it was not taken; most often it comes in one piece
+        self.room_bytes = HIGH_WATER_LIMIT  # for what was not taken
         self.more_body = True
         self.response_started = False
         self.response_complete = False
         self.chunked_encoding = False
         self.expected_content_length = 0
         self.task: asyncio.Task[None] | None = None
+        self.gathers = False  # only the whole body is news, or what does not fit into the room
         self._news = False  # since it was last asked for
         self._event: asyncio.Event | None = None  # of those who wait for it
         self._loop = protocol.loop
@@ -85,6 +89,10 @@ class Cycle:
             return None
         body, self.body, self._news = self.body, b"", False
         return body if type(body) is bytes else bytes(body)
+
+    def gather(self, limit_bytes: int) -> None:
+        self.gathers, self.room_bytes = True, limit_bytes
+        self._news = not self.more_body or len(self.body) > limit_bytes
 
     def depart(self) -> None:
         """The client has left."""

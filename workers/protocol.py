@@ -26,6 +26,7 @@ from workers.cycle import Cycle
 from workers.half_closed import HalfClosed, has_ended, may_have_ended
 from workers.listener import Share
 from workers.patience import Kind, Owed, Patience
+from workers.pieces import Pieces
 from workers.request_head import HEAD_LIMIT_BYTES, HEADERS_LIMIT, HeadTooLarge, fault_of
 
 PIPELINED_AT_ONCE = 16  # requests of one connection that are read ahead; more wait in the socket
@@ -206,16 +207,18 @@ class Protocol(HttpToolsProtocol):
         held = cycle.body
         if not held:
             cycle.body = held = body
-        elif type(held) is bytearray:
-            held += body
         else:
-            cycle.body = held = bytearray(held) + body
-        if len(held) > HIGH_WATER_LIMIT:
+            if isinstance(held, bytes):
+                cycle.body = held = Pieces(held)
+            held.add(body)
+        if len(held) > cycle.room_bytes:
             if self.pipeline:
                 self._read_no_further()
             else:
                 self.flow.pause_reading()  # until it is taken
                 self._look_later()
+        elif cycle.gathers:
+            return
         cycle.set()
 
     def on_message_complete(self) -> None:
