@@ -56,6 +56,7 @@ class Cycle:
         self.chunked_encoding = False
         self.expected_content_length = 0
         self.task: asyncio.Task[None] | None = None
+        self.begun = False  # its task has had a turn
         self.gathers = False  # only the whole body is news, or what does not fit into the room
         self._news = False  # since it was last asked for
         self._event: asyncio.Event | None = None  # of those who wait for it
@@ -186,6 +187,7 @@ class Cycle:
 
     async def run(self, app: Any, tasks: set[asyncio.Task[None]]) -> None:
         """The app's call, as a task of `tasks`; not before the client has taken most of the answers before."""
+        self.begun = True
         try:
             await self.drain()
             await app(self.scope, self.receive, self.send)

@@ -211,7 +211,8 @@ class Protocol(HttpToolsProtocol):
             if isinstance(held, bytes):
                 cycle.body = held = Pieces(held)
             held.add(body)
-        if len(held) > cycle.room_bytes:
+        # A request that has just come has its turn before anything more is read: it may want all of its body.
+        if len(held) > cycle.room_bytes and (cycle.begun or self.pipeline):
             if self.pipeline:
                 self._read_no_further()
             else:

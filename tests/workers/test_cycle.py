@@ -140,6 +140,25 @@ async def test_a_gathered_body_comes_at_once_or_when_it_is_too_long(
     protocol.connection_lost(ConnectionResetError())
 
 
+async def test_reading_goes_on_until_the_request_has_had_a_turn_and_no_further() -> None:
+    """A body that is a little longer than a read would have it stopped and begun again for nothing."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    protocol, _, state = connected(app)
+    protocol.data_received(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 300000\r\n\r\n" + b"x" * 100_000)
+    assert not protocol.flow.read_paused
+    await asyncio.sleep(0)
+    protocol.data_received(b"x")
+    assert protocol.flow.read_paused
+    for task in state.tasks:
+        task.cancel()
+    while state.tasks:
+        await asyncio.sleep(0)
+    protocol.connection_lost(ConnectionResetError())
+
+
 async def test_who_leaves_while_its_body_is_gathered_is_gone() -> None:
     kinds = []
 
