@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 # Up to here copying what is written behind its head costs less than a second write. A larger copy would also be held,
 # beside what it is of, for as long as a client does not take it.
 JOIN_LIMIT_BYTES = 64 * 1024
+# Of a body, until its request has had its first turn: it may want all of it, and then reading is not to be stopped and
+# begun again.
+BEFORE_ITS_TURN_BYTES = 2**20
 FAULT = b"Internal Server Error"
 
 
@@ -49,14 +52,13 @@ class Cycle:
         self.disconnected = False
         self.keep_alive = keep_alive
         self.body: bytes | Pieces = b""  # what of it was not taken; most often it comes in one piece
-        self.room_bytes = HIGH_WATER_LIMIT  # for what was not taken
+        self.room_bytes = BEFORE_ITS_TURN_BYTES  # for what was not taken
         self.more_body = True
         self.response_started = False
         self.response_complete = False
         self.chunked_encoding = False
         self.expected_content_length = 0
         self.task: asyncio.Task[None] | None = None
-        self.begun = False  # its task has had a turn
         self.gathers = False  # only the whole body is news, or what does not fit into the room
         self._news = False  # since it was last asked for
         self._event: asyncio.Event | None = None  # of those who wait for it
@@ -187,7 +189,7 @@ class Cycle:
 
     async def run(self, app: Any, tasks: set[asyncio.Task[None]]) -> None:
         """The app's call, as a task of `tasks`; not before the client has taken most of the answers before."""
-        self.begun = True
+        self.room_bytes = HIGH_WATER_LIMIT
         try:
             await self.drain()
             await app(self.scope, self.receive, self.send)

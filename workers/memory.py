@@ -1,8 +1,8 @@
 """What the C library does with memory that is free again.
 
 As it is set up it hands what lies free at the end of the heap back at once, so that each body of some hundred kilobytes
-takes its pages from the system anew and has them filled with zeros: half of what such a request costs beside its
-copies. Owns that setting; knows no Redis, no gunicorn and no settings.
+takes its pages from the system anew and has them filled with zeros: a third of our own path of such a request
+(docs/decisions/0032). Owns that setting; knows no Redis, no gunicorn and no settings.
 
 Source: mallopt(3).
 """

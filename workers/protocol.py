@@ -188,6 +188,7 @@ class Protocol(HttpToolsProtocol):
         if not waiting:
             self._start_asgi_task(cycle, self.app)
             return
+        cycle.room_bytes = HIGH_WATER_LIMIT
         self.pipeline.appendleft((cycle, self.app))
         if len(waiting) >= PIPELINED_AT_ONCE:
             self._read_no_further()
@@ -211,8 +212,7 @@ class Protocol(HttpToolsProtocol):
             if isinstance(held, bytes):
                 cycle.body = held = Pieces(held)
             held.add(body)
-        # A request that has just come has its turn before anything more is read: it may want all of its body.
-        if len(held) > cycle.room_bytes and (cycle.begun or self.pipeline):
+        if len(held) > cycle.room_bytes:
             if self.pipeline:
                 self._read_no_further()
             else:
