@@ -1,4 +1,4 @@
-"""One request and its answer on a connection: uvicorn's cycle with a straight way to the socket.
+"""One request and its answer on a connection: in the place of uvicorn's cycle, with a straight way to the socket.
 
 Owns the bytes of an answer: its head, its framing, and when they are written. Head and first bytes of a body leave in
 one write. To an app that asks for it (`app.http.ports.Wire`, in the scope under `evenhand.wire`) it offers what ASGI
@@ -12,11 +12,13 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from app.errors import Headers
 from app.http.headers import CLOSE
 from app.http.ports import WIRE
+from workers.pieces import Pieces
 
 if TYPE_CHECKING:
     from workers.protocol import Protocol
@@ -24,10 +26,14 @@ if TYPE_CHECKING:
 # Up to here copying what is written behind its head costs less than a second write. A larger copy would also be held,
 # beside what it is of, for as long as a client does not take it.
 JOIN_LIMIT_BYTES = 64 * 1024
+# Of a body, until its request has had its first turn: it may want all of it, and then reading is not to be stopped and
+# begun again.
+BEFORE_ITS_TURN_BYTES = 2**20
+FAULT = b"Internal Server Error"
 
 
-class Cycle(RequestResponseCycle):
-    """`protocol` has read the head.
+class Cycle:
+    """`protocol` has read the head; uvicorn's part of it goes by the names that its own cycle has.
 
     Args:
         keep_alive: whether the client wants to send another request afterwards.
@@ -35,22 +41,25 @@ class Cycle(RequestResponseCycle):
     """
 
     def __init__(self, protocol: Protocol, *, keep_alive: bool, expected: bytes | None) -> None:
-        # Not uvicorn's: it is called for every request, and most of what it sets is set otherwise here.
-        self.scope = protocol.scope
+        scope: Any = protocol.scope  # uvicorn's type of it knows no extensions of ours
+        scope["extensions"] = {WIRE: self}
+        self.scope = scope
         self.transport = protocol.transport
         self.flow = protocol.flow
         self.logger = protocol.logger
-        self.message_event = self  # type: ignore[assignment]  # uvicorn tells by its `set` that there is news
-        self.on_response = protocol.on_response_complete
+        self.message_event = self  # uvicorn tells by its `set` that there is news
+        self.on_response: Callable[[], None] = protocol.on_response_complete
         self.disconnected = False
         self.keep_alive = keep_alive
-        self.body: bytes | bytearray = b""  # type: ignore[assignment]  # most often it comes in one piece
+        self.body: bytes | Pieces = b""  # what of it was not taken; most often it comes in one piece
+        self.room_bytes = BEFORE_ITS_TURN_BYTES  # for what was not taken
         self.more_body = True
         self.response_started = False
         self.response_complete = False
-        self.chunked_encoding = None
+        self.chunked_encoding = False
         self.expected_content_length = 0
         self.task: asyncio.Task[None] | None = None
+        self.gathers = False  # only the whole body is news, or what does not fit into the room
         self._news = False  # since it was last asked for
         self._event: asyncio.Event | None = None  # of those who wait for it
         self._loop = protocol.loop
@@ -63,8 +72,6 @@ class Cycle(RequestResponseCycle):
         self.waiting_for_100_continue = (
             expected is not None and not self._until_close and expected.lower() == b"100-continue"
         )
-        scope: Any = self.scope  # uvicorn's type of it knows no extensions of ours
-        scope["extensions"] = {WIRE: self}
 
     def __repr__(self) -> str:
         state = "complete" if self.response_complete else "started" if self.response_started else "open"
@@ -85,6 +92,10 @@ class Cycle(RequestResponseCycle):
             return None
         body, self.body, self._news = self.body, b"", False
         return body if type(body) is bytes else bytes(body)
+
+    def gather(self, limit_bytes: int) -> None:
+        self.gathers, self.room_bytes = True, limit_bytes
+        self._news = not self.more_body or len(self.body) > limit_bytes
 
     def depart(self) -> None:
         """The client has left."""
@@ -178,6 +189,7 @@ class Cycle(RequestResponseCycle):
 
     async def run(self, app: Any, tasks: set[asyncio.Task[None]]) -> None:
         """The app's call, as a task of `tasks`; not before the client has taken most of the answers before."""
+        self.room_bytes = HIGH_WATER_LIMIT
         try:
             await self.drain()
             await app(self.scope, self.receive, self.send)
@@ -199,7 +211,11 @@ class Cycle(RequestResponseCycle):
         elif self.response_started:
             self.transport.close()
         else:
-            await self.send_500_response()
+            kind = (b"content-type", b"text/plain; charset=utf-8")
+            headers = [kind, (b"content-length", b"%d" % len(FAULT)), CLOSE]
+            await self.drain()
+            self.start(500, headers, len(FAULT))
+            self.write(FAULT, more=False)
 
     def set(self) -> None:
         """There is something new to `receive`."""

@@ -34,6 +34,7 @@ from workers.agreed import MASTER_MARGIN_S, READY_FD_VARIABLE
 from workers.in_force import load_for_master, say_in_force
 from workers.logs import logging_config, write_behind
 from workers.master import Master
+from workers.memory import keep_freed
 from workers.processes import die_with_parent
 
 # Two sockets a running request, plus what the process has open anyway.
@@ -130,6 +131,7 @@ def post_fork(server: Any, worker: Any) -> None:
     write_behind()
     # Requests leave nothing for the collector, and a few dozen that run are enough for it to look: 7 % of the time.
     gc.set_threshold(50_000, 20, 20)
+    keep_freed()
     os.environ["EVENHAND_WORKER_ID"] = _worker_id(worker)
 
 

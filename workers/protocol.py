@@ -13,8 +13,9 @@ import sys
 import termios
 import time
 import urllib.parse
+from collections import deque
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
@@ -25,6 +26,7 @@ from workers.cycle import Cycle
 from workers.half_closed import HalfClosed, has_ended, may_have_ended
 from workers.listener import Share
 from workers.patience import Kind, Owed, Patience
+from workers.pieces import Pieces
 from workers.request_head import HEAD_LIMIT_BYTES, HEADERS_LIMIT, HeadTooLarge, fault_of
 
 PIPELINED_AT_ONCE = 16  # requests of one connection that are read ahead; more wait in the socket
@@ -65,7 +67,8 @@ class Protocol(HttpToolsProtocol):
     """
 
     flow: Flow
-    cycle: Cycle  # None before the first request
+    cycle: Cycle  # type: ignore[assignment]  # in the place of uvicorn's; None before the first request
+    pipeline: deque[tuple[Cycle, Any]]  # type: ignore[assignment]
     _cycles: Sequence[Cycle] = ()  # running and waiting, in order
     _in_head = True
     _begun = False  # the head that is being read
@@ -185,6 +188,7 @@ class Protocol(HttpToolsProtocol):
         if not waiting:
             self._start_asgi_task(cycle, self.app)
             return
+        cycle.room_bytes = HIGH_WATER_LIMIT
         self.pipeline.appendleft((cycle, self.app))
         if len(waiting) >= PIPELINED_AT_ONCE:
             self._read_no_further()
@@ -204,16 +208,18 @@ class Protocol(HttpToolsProtocol):
         held = cycle.body
         if not held:
             cycle.body = held = body
-        elif type(held) is bytearray:
-            held += body
         else:
-            cycle.body = held = bytearray(held) + body
-        if len(held) > HIGH_WATER_LIMIT:
+            if isinstance(held, bytes):
+                cycle.body = held = Pieces(held)
+            held.add(body)
+        if len(held) > cycle.room_bytes:
             if self.pipeline:
                 self._read_no_further()
             else:
                 self.flow.pause_reading()  # until it is taken
                 self._look_later()
+        elif cycle.gathers:
+            return
         cycle.set()
 
     def on_message_complete(self) -> None:
@@ -327,7 +333,7 @@ class Protocol(HttpToolsProtocol):
             if self.pipeline:
                 cycle, app = self.pipeline.pop()
                 self.flow.enough = self._is_enough()
-                self._start_asgi_task(cast(Cycle, cycle), app)
+                self._start_asgi_task(cycle, app)
             else:
                 self._be_idle()
             if self.flow.read_paused:

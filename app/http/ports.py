@@ -41,6 +41,10 @@ class Wire(Protocol):
         """The request's body if all of it has come and none was taken; it is taken with this. None: `receive` it."""
         ...
 
+    def gather(self, limit_bytes: int) -> None:
+        """From now on `receive` gives the whole body at once, or as soon as more than `limit_bytes` of it have come."""
+        ...
+
     def start(self, status: int, headers: Headers, length: int | None) -> None:
         """As `http.response.start`; the head leaves with the first bytes of the body, or a moment later.
 

@@ -187,6 +187,8 @@ class Proxy:
             content_type = header(scope, b"content-type")
             if is_form(content_type) and routed(scope["path"]) not in GENERATING:
                 return await self._open_upload(scope, receive, identifier, watch, wire, served, key)
+            if wire is not None:
+                wire.gather(self._max_body_bytes)
             body = await read_body(scope, receive, limit_bytes=self._max_body_bytes, setting="--max-body-size")
         served.bytes_in = size_bytes = len(body)
         if size_bytes > self._max_body_bytes:

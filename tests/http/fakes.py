@@ -394,6 +394,9 @@ class FakeWire:
             return None
         return bytes(self.call.messages.pop()["body"])
 
+    def gather(self, limit_bytes: int) -> None:
+        """Here the body comes in its pieces all the same: a server may be unable to hold it."""
+
     def leave(self) -> None:
         gone, self.gone = self.gone, None
         if gone is not None:

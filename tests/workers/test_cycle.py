@@ -99,6 +99,83 @@ async def test_a_large_piece_is_written_as_it_is_and_no_copy_of_it_held() -> Non
     assert [w is piece for w in socket.writes].count(True) == 2
 
 
+@pytest.mark.parametrize(
+    ("limit", "before", "seen"),
+    [
+        (300_000, 1, [(300_000, False)]),
+        (300_000, 3, [(300_000, False)]),
+        (150_000, 1, [(200_000, True), (100_000, False)]),
+        (99_999, 1, [(100_000, True), (100_000, True), (100_000, False)]),
+        (0, 3, [(300_000, False)]),
+    ],
+)
+async def test_a_gathered_body_comes_at_once_or_when_it_is_too_long(
+    limit: int, before: int, seen: list[tuple[int, bool]]
+) -> None:
+    """Of three pieces `before` have come when it is asked for."""
+    found = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["extensions"][WIRE].gather(limit)
+        more = True
+        while more:
+            message = await receive()
+            more = message["more_body"]
+            found.append((len(message["body"]), more))
+            bodies.append(message["body"])
+        await answers([(b"content-length", b"0")], b"")(scope, receive, send)
+
+    bodies: list[bytes] = []
+    pieces = [bytes([n]) * 100_000 for n in (1, 2, 3)]
+    protocol, socket, _state = connected(app)
+    protocol.data_received(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 300000\r\n\r\n")
+    for n, piece in enumerate(pieces):
+        protocol.data_received(piece)
+        if n + 1 >= before:
+            for _ in range(5):
+                await asyncio.sleep(0)
+    assert b"".join(bodies) == b"".join(pieces)
+    assert found == seen
+    assert len(socket.writes) == 1
+    protocol.connection_lost(ConnectionResetError())
+
+
+async def test_reading_goes_on_until_the_request_has_had_a_turn_and_no_further() -> None:
+    """A body that is a little longer than a read would have it stopped and begun again for nothing."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    protocol, _, state = connected(app)
+    protocol.data_received(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 300000\r\n\r\n" + b"x" * 100_000)
+    assert not protocol.flow.read_paused
+    await asyncio.sleep(0)
+    protocol.data_received(b"x")
+    assert protocol.flow.read_paused
+    for task in state.tasks:
+        task.cancel()
+    while state.tasks:
+        await asyncio.sleep(0)
+    protocol.connection_lost(ConnectionResetError())
+
+
+async def test_who_leaves_while_its_body_is_gathered_is_gone() -> None:
+    kinds = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["extensions"][WIRE].gather(10)
+        kinds.append((await receive())["type"])
+
+    protocol, _, state = connected(app)
+    protocol.data_received(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n12345678")
+    await asyncio.sleep(0)
+    assert kinds == []
+    protocol.connection_lost(None)
+    while state.tasks:
+        await asyncio.sleep(0)
+    assert kinds == ["http.disconnect"]
+
+
 async def test_the_head_of_a_stream_does_not_wait_for_its_first_chunk() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         wire = scope["extensions"][WIRE]
