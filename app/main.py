@@ -175,7 +175,7 @@ def create_app(settings: Settings) -> HttpFace:
         linked=linked,
         figures=figures,
     )
-    janitor = Janitor(distserve=split.distserve, registry=registry, leads=lambda: prober.leading) if linked else None
+    janitor = Janitor(distserve=split.distserve, registry=registry, leads=lambda: prober.lease.held) if linked else None
 
     hosts = os.environ.get(DIRECTORY_VARIABLE)
     directory = MetricsDirectory(Path(hosts)) if hosts else MetricsDirectory.make()
