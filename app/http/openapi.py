@@ -800,7 +800,7 @@ def _documents() -> Schema:
             ),
             encoders=whole(
                 cursor=count,
-                next={**perhaps(text), "description": "Who gets the next media item."},
+                next={**perhaps(text), "description": "Who gets the next media item; null: that depends on its model."},
                 urls={**listed(text), "description": "Those that are ready, in the order of the round."},
             ),
             links=listed(whole(prefill=text, decode=text, state=text)),
