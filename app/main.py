@@ -426,6 +426,7 @@ def arrangement(settings: Settings, topology: Topology) -> Arrangement:
         fallback=topology.fallback,
         dummy_prefill=topology.dummy_prefill,
         strategies=json.dumps(settings.strategies) if settings.strategies else "",
+        grace_s=settings.grace_s,
     )
 
 

@@ -51,6 +51,7 @@ class Arrangement:
     fallback: bool = False
     dummy_prefill: bool = False
     strategies: str = ""  # of models that have one of their own: JSON, model -> strategy
+    grace_s: float | None = None  # how long a drain waits for running requests, where it is not told
 
     def strategy_of(self, model: str) -> str:
         try:
@@ -66,7 +67,10 @@ def read_arrangement(fields: Mapping[str, str]) -> Arrangement | None:
     if strategy not in WEIGHS or encoder_policy not in ENCODER_POLICIES or serving not in ("Hybrid", "DistServe"):
         return None
     flags = {name: fields.get(name) == "1" for name in ("fallback", "dummy_prefill")}
-    return Arrangement(strategy, encoder_policy, serving, **flags, strategies=fields.get("strategies", ""))
+    grace_s = _floats({"grace_s": fields.get("grace_s", "")}).get("grace_s")
+    return Arrangement(
+        strategy, encoder_policy, serving, **flags, strategies=fields.get("strategies", ""), grace_s=grace_s
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +297,7 @@ def state_of(standing: Standing) -> Json:
         "strategy": arrangement and arrangement.strategy,
         "encoder_policy": arrangement and arrangement.encoder_policy,
         "serving": arrangement and arrangement.serving,
+        "grace_s": arrangement and arrangement.grace_s,
         **_of_redis(standing.trouble),
         "registry_version": overview.version,
         "models": Snapshot(overview.version, nodes).models(),
@@ -327,6 +332,7 @@ def _node(node: Node, standing: Standing, of_its_role: int) -> Json:
         "latency_s": list(reversed(standing.latency_s.get(node.url, ()))),
         "requests": requests,
         "share": requests / of_its_role if of_its_role else 0.0,
+        "source": node.source or None,
     }
 
 
@@ -522,8 +528,8 @@ async def explain_over_redis(redis_url: str, namespace: str, model: str) -> Json
 # --- values ---------------------------------------------------------------------------------------
 
 
-def _word(value: str | bool) -> str:
-    return value if isinstance(value, str) else str(int(value))
+def _word(value: str | float | None) -> str:
+    return value if isinstance(value, str) else "" if value is None else f"{value:g}"
 
 
 def _counts(found: Mapping[str, str]) -> dict[str, int]:

@@ -70,11 +70,13 @@ async def test_a_state_is_what_all_workers_share(redis: Space) -> None:
         leases = {worker["id"]: worker.pop("lease_s") for worker in found["workers"]}
         assert set(leases) == {"w1", "w2"} and all(6 < left_s <= 8 for left_s in leases.values())
         common = {"failures": 0, "latency_s": [], "reason": "", "breaker": "closed", "speed": None, "models": ["m"]}
+        common["source"] = None
         assert found == {
             "version": __version__,
             "strategy": "min_expected_latency",
             "encoder_policy": "weighted",
             "serving": "Hybrid",
+            "grace_s": 120.0,
             "redis": {"up": True, "reason": None},
             "registry_version": 9,
             "models": ["m", "n"],
@@ -435,6 +437,7 @@ async def test_while_somebody_watches_workers_say_again_what_they_go_by(redis: S
             "fallback": "0",
             "dummy_prefill": "0",
             "strategies": "",
+            "grace_s": "120",
         }
 
 
