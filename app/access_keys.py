@@ -16,22 +16,20 @@ import hashlib
 import logging
 import os
 import re
-import time
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from app.looked_at import LookedAt
 from app.nearest import nearest
 
 log = logging.getLogger("evenhand.keys")
 
-LOOK_EVERY_S = 1.0
-"""A key that is taken out of the file is refused by every worker within two of these."""
-SETTLED_S = 2.0
-"""A file that was written less than that before it was read is read once more: file systems count time in steps, so
-what is written right after looks the same from outside."""
+LOOK_EVERY_S = 0.5
+"""A key that is taken out of the file is refused by every worker within three of these: a change is read when it has
+been the same for one look."""
 _HASHED = re.compile(r"sha256:([0-9A-Fa-f]{64})").fullmatch
 _VISIBLE = re.compile(r"[!-~]+").fullmatch
 _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII).fullmatch
@@ -151,7 +149,7 @@ class KeysFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.keys: tuple[AccessKey, ...] = ()
-        self._seen: tuple[int, ...] | None = None
+        self._file = LookedAt(path)
         self._told = ""
 
     def __repr__(self) -> str:
@@ -160,15 +158,15 @@ class KeysFile:
     def look(self) -> bool:
         """Read it if it has changed; whether `keys` are others now. What is wrong with it is logged once."""
         try:
-            seen = self._signature()
-            if seen is not None and seen == self._seen:
+            if not self._file.is_due():
                 return False
             keys = read_keys(self.path)
+            if not self._file.take(os.stat(self.path)):
+                return False
         except OSError as e:
             return self._complain(f"{self.path}: can't be read: {e.strerror}")
         except KeysFileError as e:
             return self._complain(str(e))
-        self._seen = seen
         if self._told:
             self._told = ""
             log.warning("%s is right again", self.path)
@@ -178,15 +176,7 @@ class KeysFile:
         log.info("%s: %d keys are in force", self.path, len(keys))
         return True
 
-    def _signature(self) -> tuple[int, ...] | None:
-        # Through links: Kubernetes swaps a link in the middle of the path. None: too young to tell.
-        found = os.stat(self.path)
-        if time.time() - found.st_mtime < SETTLED_S:
-            return None
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
     def _complain(self, reason: str) -> bool:
-        self._seen = None
         if reason != self._told:
             self._told = reason
             log.error("the keys stay as they were: %s", reason)
@@ -198,7 +188,7 @@ class KeyRing:
 
     Args:
         api, admin: keys as they are written.
-        api_file, admin_file: looked at by `start` and, once a second, by `run`.
+        api_file, admin_file: looked at by `start` and, twice a second, by `run`.
     """
 
     def __init__(

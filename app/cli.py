@@ -8,6 +8,7 @@ the one: a look at the nodes should not wait for a server's imports.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -142,6 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         verb = used.below(getattr(args, "verb", ""))
         used.refuse(unknown, verb.flags() if verb else ())
     _, run = load(args.command)
+    # A terminal that can't show a character shows something else in its place.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         return run(args)
     except KeyboardInterrupt:

@@ -15,7 +15,7 @@ from app.nearest import nearest
 from app.nodes import about_itself
 from app.terminal.failures import CommandError, UnknownModel, readable
 from app.terminal.reach import Deployment, Misused, add_redis_options, add_url_options, reached
-from app.terminal.words import columns, count, printable
+from app.terminal.words import columns, count, printable, shortened
 
 EXAMPLE = """\
 example:
@@ -93,7 +93,7 @@ def told(document: dict[str, Any]) -> Iterator[str]:
             yield f"  nobody: a request{' with media' if choice['roles'] == ['Encode'] else ''} would get a 503"
         if choice["passed_over"]:
             yield "  passed over:"
-            rows = [(one["node"], about_itself(one["why"], one["node"])) for one in choice["passed_over"]]
+            rows = [(shortened(one["node"]), about_itself(one["why"], one["node"])) for one in choice["passed_over"]]
             yield from (f"    {line}" for line in columns(rows))
 
 
@@ -102,7 +102,7 @@ def _row(one: dict[str, Any]) -> tuple[object, ...]:
     return (
         f"{one['chance']:.0%}" if one["chance"] in (0, 1) else f"{one['chance']:.1%}",
         "-" if one["score"] is None else f"{one['score']:.3g}",
-        one["node"],
+        shortened(one["node"]),
         one["role"],
         one["unfinished"],
         speed if one["given_speed"] is not None else f"({speed})",

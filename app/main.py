@@ -175,7 +175,7 @@ def create_app(settings: Settings) -> HttpFace:
         linked=linked,
         figures=figures,
     )
-    janitor = Janitor(distserve=split.distserve, registry=registry, leads=lambda: prober.leading) if linked else None
+    janitor = Janitor(distserve=split.distserve, registry=registry, leads=lambda: prober.lease.held) if linked else None
 
     hosts = os.environ.get(DIRECTORY_VARIABLE)
     directory = MetricsDirectory(Path(hosts)) if hosts else MetricsDirectory.make()
@@ -426,6 +426,7 @@ def arrangement(settings: Settings, topology: Topology) -> Arrangement:
         fallback=topology.fallback,
         dummy_prefill=topology.dummy_prefill,
         strategies=json.dumps(settings.strategies) if settings.strategies else "",
+        grace_s=settings.grace_s,
     )
 
 

@@ -22,7 +22,7 @@ from app.terminal.listed import listed
 from app.terminal.reach import REDIS_VARIABLE, Deployment, Misused, add_redis_options, add_url_options, by_url, reached
 from app.terminal.words import columns, printable
 
-HEAD = ("URL", "ROLE", "STATE", "UNFINISHED", "LATENCY_S", "SPEED", "MODELS", "REASON")
+HEAD = ("URL", "ROLE", "STATE", "UNFINISHED", "LATENCY_S", "SPEED", "MODELS")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,7 +141,9 @@ def table(nodes: dict[str, dict[str, Any]]) -> str:
     """All nodes of a `/nodes/status` answer, one a line, in columns."""
     if not nodes:
         return "no nodes"
-    rows: list[tuple[object, ...]] = [HEAD]
+    # A column that says something, or none.
+    sourced = any(node.get("source") for node in nodes.values())
+    rows: list[tuple[object, ...]] = [(*HEAD, "SOURCE", "REASON") if sourced else (*HEAD, "REASON")]
     for url, node in nodes.items():
         window = node.get("latency") or []
         speed = node.get("speed")
@@ -154,6 +156,7 @@ def table(nodes: dict[str, dict[str, Any]]) -> str:
                 f"{sum(window) / len(window):.3f}" if window else "-",
                 f"{speed:g}" if isinstance(speed, (int, float)) else "-",
                 ",".join(node.get("models") or []) or "-",
+                *((node.get("source") or "-",) if sourced else ()),
                 about_itself(node.get("reason") or "", url),
             )
         )

@@ -4,7 +4,7 @@
 -- ARGV[1]  holder             id
 -- ARGV[2]  lease              ms; 0 gives it back
 -- RETURN   {code}             code: 0 held by the caller, 10 by another
--- COST     O(1)               CALLER workers/prober.py, workers/discoverer.py
+-- COST     O(1)               CALLER workers/lease.py
 local lease, holder, lease_ms = KEYS[1], ARGV[1], tonumber(ARGV[2])
 
 local current = redis.call('GET', lease)

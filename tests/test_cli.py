@@ -275,6 +275,12 @@ def test_nodes_are_listed_in_columns() -> None:
         "http://b               Decode  down?[2J           0          -      -  -           refused",
     ]
     assert nodes_command.table({}) == "no nodes"
+    nodes["http://b"]["source"] = "dns://engine:8000"
+    assert nodes_command.table(nodes).splitlines() == [
+        "URL                    ROLE    STATE     UNFINISHED  LATENCY_S  SPEED  MODELS      SOURCE             REASON",
+        "http://10.0.0.5:23333  Hybrid  ready             12      1.000      2  llama,qwen  -",
+        "http://b               Decode  down?[2J           0          -      -  -           dns://engine:8000  refused",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,12 @@ and through the registry the nodes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 
-from redis.exceptions import RedisError, ResponseError
-
 from app.discovery.listing import Drain, Reader, ReadFailed, Reading, Register, decide, own
-from app.errors import StoreUnavailable
 from app.store.keys import Keys
 from app.store.registry import Registry
-from app.store.scripts import Code
+from workers.lease import Lease
 
 log = logging.getLogger("evenhand.discovery")
 
@@ -37,37 +33,22 @@ class Discoverer:
     """
 
     def __init__(self, *, reader: Reader, registry: Registry, keys: Keys, worker: str, grace_s: float) -> None:
+        self.lease = Lease(registry=registry, key=keys.discovering(reader.name), worker=worker, lease_ms=LEASE_MS)
         self._reader = reader
         self._registry = registry
-        self._lease = keys.discovering(reader.name)
-        self._worker = worker
         self._grace_s = grace_s
-        self.leading = False
         self._forget()
 
     def __repr__(self) -> str:
         listed = len(self._last.nodes) if self._last is not None else "not read"
-        return f"<Discoverer {self._reader.name} leading={self.leading} listed={listed}>"
+        return f"<Discoverer {self._reader.name} leading={self.lease.held} listed={listed}>"
 
     async def run(self) -> None:
         """Turn after turn, until cancelled."""
-        task = asyncio.current_task()
-        assert task is not None
         try:
-            # Not `while True`: under the client library's calls Python 3.11 can lose a cancellation.
-            while not task.cancelling():
-                try:
-                    if await self._hold_lease(LEASE_MS):
-                        await self._turn()
-                    else:
-                        self._forget()
-                except (StoreUnavailable, RedisError, OSError) as e:
-                    log.debug("no turn: %s", e)
-                await asyncio.sleep(TURN_S)
+            await self.lease.take_turns(self._turn, self._forget, lambda: asyncio.sleep(TURN_S))
         finally:
-            # Whoever stops in good order leaves no gap of a whole lease.
-            with contextlib.suppress(StoreUnavailable, RedisError, OSError):
-                await self._hold_lease(0)
+            await self.lease.give_back()
 
     def _forget(self) -> None:
         """What was read is another's business by now; it reads for itself, and is as patient as at first."""
@@ -78,16 +59,6 @@ class Discoverer:
         self._due_s = 0.0
         self._told = ""
         self._reader.forget()
-
-    async def _hold_lease(self, lease_ms: int) -> bool:
-        try:
-            (code,) = await self._registry.run("hold_lease", [self._lease], [self._worker, lease_ms])
-        except ResponseError:
-            await self._registry.redis.delete(self._lease)  # written over with another type
-            return False
-        self._renewed_s = asyncio.get_running_loop().time()
-        self.leading = bool(code == Code.DONE) and lease_ms > 0
-        return self.leading
 
     async def _turn(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -137,7 +108,7 @@ class Discoverer:
         snapshot = registry.snapshot
         gone = self._gone(last)
         for step in list(decide(self._reader.name, last.nodes, gone, snapshot.nodes, snapshot.engine_keys)):
-            if asyncio.get_running_loop().time() - self._renewed_s > RENEW_S and not await self._hold_lease(LEASE_MS):
+            if asyncio.get_running_loop().time() - self.lease.renewed_s > RENEW_S and not await self.lease.hold():
                 return
             if isinstance(step, Register):
                 await self._register(step)

@@ -24,6 +24,7 @@ from app.store.keys import Keys
 from app.store.registry import Registry, number
 from app.store.scripts import Code
 from app.upstream.management import EngineClient, Verdict
+from workers.lease import Lease
 
 log = logging.getLogger("evenhand.prober")
 
@@ -134,6 +135,7 @@ class Prober:
         engine_key: str | None,
         counts_are_whole: Callable[[], bool],
     ) -> None:
+        self.lease = Lease(registry=registry, key=keys.prober, worker=worker, lease_ms=LEASE_MS)
         self._registry = registry
         self._counts_are_whole = counts_are_whole
         self._engines = engines
@@ -143,7 +145,6 @@ class Prober:
         self._engine_key = engine_key
         self._records: dict[str, Record] = {}
         self._probes: set[asyncio.Task[None]] = set()  # those that are cancelled and not over yet too
-        self.leading = False  # whether this worker has the turn; others go by it too
         # One change of the registry at a time: a fleet that goes down together would else change it faster than each
         # of its nodes' changes, which begins with reading it, could be made.
         self._writing = asyncio.Lock()
@@ -158,34 +159,19 @@ class Prober:
 
     async def run(self) -> None:
         """Turn after turn, until cancelled; a change of the registry starts the next turn at once."""
-        task = asyncio.current_task()
-        assert task is not None
         try:
-            # Not `while True`: under the client library's calls Python 3.11 can lose a cancellation.
-            while not task.cancelling():
-                self._awake.clear()
-                try:
-                    if await self._hold_lease(LEASE_MS):
-                        await self._turn()
-                    else:
-                        self._rest()
-                except (StoreUnavailable, RedisError, OSError) as e:
-                    log.debug("no turn: %s", e)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(TURN_S, self._rules.interval_s)):
-                        await self._awake.wait()
+            await self.lease.take_turns(self._turn, self._rest, self._pause)
         finally:
             self._rest()
             # The registry's connections are closed next: no probe may be using one still.
             await asyncio.gather(*self._probes, return_exceptions=True)
-            # Whoever stops in good order leaves no gap of a whole lease.
-            with contextlib.suppress(StoreUnavailable, RedisError, OSError):
-                await self._hold_lease(0)
+            await self.lease.give_back()
 
-    async def _hold_lease(self, lease_ms: int) -> bool:
-        (code,) = await self._registry.run("hold_lease", [self._keys.prober], [self._worker, lease_ms])
-        self.leading = bool(code == Code.DONE) and lease_ms > 0
-        return self.leading
+    async def _pause(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(TURN_S, self._rules.interval_s)):
+                await self._awake.wait()
+        self._awake.clear()
 
     def _rest(self) -> None:
         for record in self._records.values():

@@ -1,9 +1,7 @@
 """A file of nodes: YAML (and so JSON), taken as a whole or not at all.
 
-Owns its form and the looks at it. It must not know what becomes of the nodes. No message holds a value of the file:
-some are keys.
-
-A file is read once it has been the same for one look, so that one that is written in place is not taken half-way.
+Owns its form and the looks at it; when it is read is `app.looked_at`'s. It must not know what becomes of the nodes. No
+message holds a value of the file: some are keys.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import yaml
 from app.discovery.listing import Listed, ReadFailed, Reading
 from app.discovery.sources import FileSource
 from app.errors import BadRequest
+from app.looked_at import LookedAt
 from app.nodes import (
     Role,
     normalise_url,
@@ -34,8 +33,6 @@ LOOK_EVERY_S = 1.0
 LIMIT_BYTES = 2**20
 """Some thousand nodes."""
 FIELDS = ("url", "role", "models", "speed", "key", "host_header", "bootstrap_port")
-
-Stamp = tuple[int, int, int, int]
 
 
 class Wrong(ReadFailed):
@@ -63,27 +60,21 @@ class FileReader:
         return f"<FileReader {self.name}>"
 
     def forget(self) -> None:
-        self._seen: Stamp | None = None
-        self._taken: Stamp | None = None
+        self._file = LookedAt(self._path)
         self._wrong = ""
 
     async def look(self) -> Reading | None:
         try:
-            stamp = _stamp(os.stat(self._path))
-            settled = stamp == self._seen or self._seen is None
-            self._seen = stamp
-            if stamp == self._taken:
-                if self._wrong:
+            if not self._file.is_due():
+                if self._wrong and self._file.is_taken:
                     raise ReadFailed(self._wrong)
-                return None
-            if not settled:
                 return None
             text, read = await asyncio.to_thread(self._read)
         except OSError as e:
             raise ReadFailed(f"can't be read: {e.strerror or type(e).__name__}") from e
-        if read != stamp:
-            return None  # replaced meanwhile: with the next look
-        self._taken, self._wrong = stamp, ""
+        if not self._file.take(read):
+            return None
+        self._wrong = ""
         try:
             nodes = await asyncio.to_thread(parse_nodes, text, self._check_role)
         except ReadFailed as e:
@@ -91,16 +82,12 @@ class FileReader:
             raise
         return Reading({node.url: node for node in nodes})
 
-    def _read(self) -> tuple[bytes, Stamp]:
+    def _read(self) -> tuple[bytes, os.stat_result]:
         # Without blocking: a pipe in its place must not hold a thread.
         fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as file:
             text = file.read(LIMIT_BYTES + 1)
-            return text, _stamp(os.fstat(fd))
-
-
-def _stamp(found: os.stat_result) -> Stamp:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+            return text, os.fstat(fd)
 
 
 def parse_nodes(text: bytes, check_role: Callable[[Role], None] = lambda role: None) -> list[Listed]:

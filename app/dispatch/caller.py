@@ -76,16 +76,25 @@ class Caller:
     def __repr__(self) -> str:
         return f"<Caller targets={len(self._targets)}>"
 
-    async def send(self, url: str, request: EngineRequest, leg: Leg = Leg.WHOLE, *, stage: str = "request") -> Response:
+    async def send(
+        self,
+        url: str,
+        request: EngineRequest,
+        leg: Leg = Leg.WHOLE,
+        *,
+        stage: str = "request",
+        noted: journeys.Leg | None = None,
+    ) -> Response:
         """Send `request` to the node and return when the answer's head has come. Raises UpstreamError.
 
         Args:
             stage: which leg of its request's journey this is.
+            noted: that leg, of a caller who goes on with it; without one, it is made where there is a journey.
         """
         headers = self._with_key(url, request.headers)
-        noted: journeys.Leg | None = None
         if (journey := journeys.current.get()) is not None:
-            noted = journeys.Leg(url, stage, time.monotonic())
+            if noted is None:
+                noted = journeys.Leg(url, stage, time.monotonic())
             journey.legs.append(noted)
             if journey.trace is not None:
                 noted.span_id, headers = journey.trace.onwards(headers)
@@ -132,10 +141,8 @@ class Caller:
 
         Raises UpstreamError; AnswerTooLong where its body is longer than `limit_bytes`.
         """
-        journey = journeys.current.get()
-        place = len(journey.legs) if journey is not None else 0  # `send` notes its leg before anybody else has a turn
-        response = await self.send(url, uncompressed(request), leg, stage=stage)
-        noted = journey.legs[place] if journey is not None else None
+        noted = journeys.Leg(url, stage, time.monotonic())
+        response = await self.send(url, uncompressed(request), leg, noted=noted)
         error: str | None = None
         try:
             if response.status >= 400:

@@ -771,6 +771,7 @@ def _documents() -> Schema:
             strategy=strategies,
             encoder_policy={"type": "string", "enum": [*sorted(ENCODER_POLICIES), None], "nullable": True},
             serving={"type": "string", "enum": ["Hybrid", "DistServe", None], "nullable": True},
+            grace_s={**perhaps(seconds), "description": "How long a drain waits, where it is not told."},
             redis=whole(up={"type": "boolean"}, reason=perhaps(text)),
             registry_version=count,
             models=listed(text),
@@ -788,6 +789,7 @@ def _documents() -> Schema:
                     latency_s={**listed(seconds), "maxItems": 15, "description": "The oldest first."},
                     requests={**count, "description": "Given to it in the last minute, retries too."},
                     share={**ratio, "description": "Of what was given to its role in the last minute."},
+                    source={**perhaps(text), "description": "The `--discover` that lists it."},
                 )
             ),
             workers=listed(
@@ -800,7 +802,7 @@ def _documents() -> Schema:
             ),
             encoders=whole(
                 cursor=count,
-                next={**perhaps(text), "description": "Who gets the next media item."},
+                next={**perhaps(text), "description": "Who gets the next media item; null: that depends on its model."},
                 urls={**listed(text), "description": "Those that are ready, in the order of the round."},
             ),
             links=listed(whole(prefill=text, decode=text, state=text)),

@@ -13,7 +13,7 @@ from typing import Any
 
 import redis.asyncio as aioredis
 
-from app.store.keys import Keys, Shape, shapes, shapes_of
+from app.store.keys import LEASE, Keys, Shape, shapes, shapes_of
 from app.store.scripts import Argument, Script
 
 log = logging.getLogger("evenhand.store")
@@ -25,9 +25,15 @@ KEYS_AT_ONCE = 100
 
 
 async def heal(
-    client: aioredis.Redis, execute: Callable[..., Awaitable[Any]], script: Script, keys: Keys, urls: Iterable[str]
+    client: aioredis.Redis,
+    execute: Callable[..., Awaitable[Any]],
+    script: Script,
+    keys: Keys,
+    urls: Iterable[str],
+    leases: Iterable[str],
 ) -> bool:
-    """Take away whatever is not as `keys.py` says. `urls`: nodes whose keys are looked at, with those in Redis.
+    """Take away whatever is not as `keys.py` says. `urls`: nodes whose keys are looked at, with those in Redis;
+    `leases`: keys that are.
 
     Returns:
         Whether anything was taken away. Raises RedisError.
@@ -39,7 +45,8 @@ async def heal(
         pipe.zrange(keys.workers, 0, -1)
         pipe.hkeys(keys.sessions)
         there, leased, connected = await pipe.execute()
-    found |= await _heal(execute, script, keys, shapes_of(keys, {*there, *urls}, {*leased, *connected}))
+    wanted = shapes_of(keys, {*there, *urls}, {*leased, *connected}) | dict.fromkeys(leases, LEASE)
+    found |= await _heal(execute, script, keys, wanted)
     return found
 
 

@@ -86,10 +86,13 @@ class Shape(NamedTuple):
     values: str
 
 
+LEASE = Shape("string", "text")
+
+
 def shapes(keys: Keys) -> dict[str, Shape]:
     """Key -> shape of all keys that a deployment has once, but those that are made anew whenever they are not right
     (`load_index` and its groups, `learned_since`), `restating`, which is overwritten or expires, and the leases of
-    sources, which who wants one takes away. `events` is a channel, no key."""
+    sources, of which each worker knows its own. `events` is a channel, no key."""
     return {
         keys.layout: Shape("string", "count"),
         keys.version: Shape("string", "count"),
@@ -102,7 +105,7 @@ def shapes(keys: Keys) -> dict[str, Shape]:
         keys.explored: Shape("hash", "count"),
         keys.learned: Shape("hash", "seconds"),  # no seconds, but as they are: a number that is not below 0
         keys.last_success: Shape("hash", "instant"),
-        keys.prober: Shape("string", "text"),
+        keys.prober: LEASE,
         keys.encoder_cursor: Shape("string", "count"),
         keys.encoder_credit: Shape("hash", "number"),
         keys.links: Shape("hash", "text"),

@@ -123,6 +123,7 @@ class Registry:
         self._figures = figures or Figures()
         self._assumed: Snapshot | None = None  # what was known before this worker, until Redis is reached
         self.on_change: list[Callable[[], None]] = []
+        self.leases: list[str] = []  # keys that this worker takes turns by: healed with all others
         self._keys = keys
         self._scripts = scripts
         self._worker = worker
@@ -552,7 +553,8 @@ class Registry:
     async def _heal(self) -> bool:
         with contextlib.suppress(ResponseError):  # it is damaged itself
             self._check_layout(str(await self.redis.get(self._keys.layout)))
-        return await heal(self.redis, self._execute, self._scripts["heal_keys"], self._keys, self.snapshot.nodes)
+        script, urls = self._scripts["heal_keys"], self.snapshot.nodes
+        return await heal(self.redis, self._execute, script, self._keys, urls, self.leases)
 
     async def _mended(self, call: Callable[[], Awaitable[T]]) -> T:
         """The result of `call`; where a damaged key made it fail, that of a second one, after healing."""

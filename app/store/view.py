@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from app.balancing.encoders import ENCODER_POLICIES
 from app.errors import ModelNotFound, NoNodeAvailable, StoreUnavailable
 from app.nodes import Breaker, Node, Role, State, about_itself
 from app.store import decisions
+from app.store.clock import redis_ms
 from app.store.dispatched import of_last_minute
 from app.store.keys import Keys
 from app.store.ledger import Ledger
@@ -50,6 +51,7 @@ class Arrangement:
     fallback: bool = False
     dummy_prefill: bool = False
     strategies: str = ""  # of models that have one of their own: JSON, model -> strategy
+    grace_s: float | None = None  # how long a drain waits for running requests, where it is not told
 
     def strategy_of(self, model: str) -> str:
         try:
@@ -65,12 +67,15 @@ def read_arrangement(fields: Mapping[str, str]) -> Arrangement | None:
     if strategy not in WEIGHS or encoder_policy not in ENCODER_POLICIES or serving not in ("Hybrid", "DistServe"):
         return None
     flags = {name: fields.get(name) == "1" for name in ("fallback", "dummy_prefill")}
-    return Arrangement(strategy, encoder_policy, serving, **flags, strategies=fields.get("strategies", ""))
+    grace_s = _floats({"grace_s": fields.get("grace_s", "")}).get("grace_s")
+    return Arrangement(
+        strategy, encoder_policy, serving, **flags, strategies=fields.get("strategies", ""), grace_s=grace_s
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the next decision goes by."""
+    """What the next decision goes by. `on_trial`: nodes with a half-open breaker whose one trial nobody makes yet."""
 
     unfinished: Mapping[str, int]
     mean_s: Mapping[str, float]
@@ -78,6 +83,7 @@ class Counts:
     learned: Mapping[str, float]
     cursor: int
     credit: Mapping[str, float]
+    on_trial: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +222,7 @@ class View:
         await self._catch_up()
 
         async def read() -> tuple[Arrangement | None, Counts]:
+            half_open = [url for url, node in registry.snapshot.nodes.items() if node.breaker is Breaker.HALF_OPEN]
             async with registry.redis.pipeline(transaction=True) as pipe:
                 pipe.hgetall(keys.unfinished)
                 pipe.hgetall(keys.latency_mean)
@@ -224,7 +231,10 @@ class View:
                 pipe.get(keys.encoder_cursor)
                 pipe.hgetall(keys.encoder_credit)
                 pipe.hgetall(keys.arrangement)
-                unfinished, means, explored, learned, cursor, credit, arrangement = await pipe.execute()
+                pipe.time()
+                for url in half_open:
+                    pipe.hget(keys.node(url), "trial_until_ms")
+                (unfinished, means, explored, learned, cursor, credit, arrangement, now, *trials) = await pipe.execute()
             counts = Counts(
                 _counts(unfinished),
                 _floats(means),
@@ -232,6 +242,7 @@ class View:
                 _floats(learned),
                 number(cursor),
                 _floats(credit),
+                [url for url, until_ms in zip(half_open, trials, strict=True) if number(until_ms) <= redis_ms(now)],
             )
             return self._arrangement or read_arrangement(arrangement), counts
 
@@ -286,6 +297,7 @@ def state_of(standing: Standing) -> Json:
         "strategy": arrangement and arrangement.strategy,
         "encoder_policy": arrangement and arrangement.encoder_policy,
         "serving": arrangement and arrangement.serving,
+        "grace_s": arrangement and arrangement.grace_s,
         **_of_redis(standing.trouble),
         "registry_version": overview.version,
         "models": Snapshot(overview.version, nodes).models(),
@@ -320,6 +332,7 @@ def _node(node: Node, standing: Standing, of_its_role: int) -> Json:
         "latency_s": list(reversed(standing.latency_s.get(node.url, ()))),
         "requests": requests,
         "share": requests / of_its_role if of_its_role else 0.0,
+        "source": node.source or None,
     }
 
 
@@ -341,13 +354,22 @@ def _encoders(standing: Standing) -> Json:
     ]
     urls = [node.url for node in nodes]
     cursor = standing.overview.encoder_cursor
-    following = None
-    if nodes and standing.arrangement is not None:
-        weighing = _weigh_encoders(
-            standing.arrangement, urls, effective_speeds(nodes), standing.overview.unfinished, standing.credit, cursor
-        )
-        following = urls[weighing.chances.index(1.0)]
-    return {"cursor": cursor, "next": following, "urls": urls}
+    # Each model's items go round among the encoders that have it: whose turn it is may depend on the model.
+    following = set()
+    if standing.arrangement is not None:
+        models = {model for node in nodes for model in node.models}
+        for places in {tuple(i for i, node in enumerate(nodes) if model in node.models) for model in models}:
+            having = [nodes[i] for i in places]
+            weighing = _weigh_encoders(
+                standing.arrangement,
+                [node.url for node in having],
+                effective_speeds(having),
+                standing.overview.unfinished,
+                standing.credit,
+                cursor,
+            )
+            following.add(having[weighing.chances.index(1.0)].url)
+    return {"cursor": cursor, "next": following.pop() if len(following) == 1 else None, "urls": urls}
 
 
 # --- explain --------------------------------------------------------------------------------------
@@ -364,16 +386,21 @@ def explanation(
         if pool is not None and shunned.intersection(pool.urls):
             pool = snapshot.without(pool, shunned) or pool
         weighing = _weigh(arrangement, pool, counts, roles) if pool is not None else None
+        # The breakers' own choice, before the strategy's; no encoder is tried so.
+        half_open = snapshot.half_open(model, *roles) if roles != (Role.Encode,) else []
+        trials = [url for url in half_open if url in counts.on_trial]
+        if trials and rule:
+            rule += f"; before it, one request as a trial of {' or '.join(trials)}, whose breaker is half open"
         if roles == (Role.Encode,) and weighing is not None:
             rule += f"; media: {weighing.rule}" if weighing.rule else ""
         choices.append(
             {
                 "roles": [role.name for role in roles],
-                "candidates": _candidates(snapshot, pool, weighing, counts),
+                "candidates": _candidates(snapshot, pool, weighing, counts, trials),
                 "passed_over": [
                     {"node": node.url, "why": _why_not(node, model, node.url in shunned)}
                     for node in snapshot.nodes.values()
-                    if node.role in roles and (pool is None or node.url not in pool.urls)
+                    if node.role in roles and (pool is None or node.url not in pool.urls) and node.url not in trials
                 ],
             }
         )
@@ -436,9 +463,16 @@ def _weigh_encoders(
     return weigh_encoders(arrangement.encoder_policy, encoders, cursor)
 
 
-def _candidates(snapshot: Snapshot, pool: Pool | None, weighing: Weighing | None, counts: Counts) -> list[Json]:
+def _candidates(
+    snapshot: Snapshot, pool: Pool | None, weighing: Weighing | None, counts: Counts, trials: Sequence[str]
+) -> list[Json]:
+    """`trials`: nodes that get the request before all others, one of them."""
     if pool is None or weighing is None:
         return []
+    weighed = list(zip(pool.urls, pool.speeds, weighing.scores, weighing.chances, strict=True))
+    if trials:
+        rest = [(url, speed, score, 0.0) for url, speed, score, _ in weighed if url not in trials]
+        weighed = [(url, snapshot.only(url).speeds[0], None, 1 / len(trials)) for url in trials] + rest
     return [
         {
             "node": url,
@@ -450,7 +484,7 @@ def _candidates(snapshot: Snapshot, pool: Pool | None, weighing: Weighing | None
             "given_speed": snapshot.nodes[url].speed,
             "mean_latency_s": counts.mean_s.get(url),
         }
-        for url, speed, score, chance in zip(pool.urls, pool.speeds, weighing.scores, weighing.chances, strict=True)
+        for url, speed, score, chance in weighed
     ]
 
 
@@ -460,7 +494,7 @@ def _why_not(node: Node, model: str, shunned: bool) -> str:
     if node.state is not State.READY:
         return f"it is {node.state.value}" + (f": {reason}" if (reason := about_itself(node.reason, node.url)) else "")
     if node.breaker is Breaker.HALF_OPEN:
-        return "its breaker is half open: one request may try it"
+        return "its breaker is half open: it gets nothing but one request as a trial"
     if node.breaker is Breaker.OPEN:
         return "its breaker is open: too many requests failed there in a row"
     return "too many requests of this worker failed there while Redis is away" if shunned else "others come first"
@@ -494,8 +528,8 @@ async def explain_over_redis(redis_url: str, namespace: str, model: str) -> Json
 # --- values ---------------------------------------------------------------------------------------
 
 
-def _word(value: str | bool) -> str:
-    return value if isinstance(value, str) else str(int(value))
+def _word(value: str | float | None) -> str:
+    return value if isinstance(value, str) else "" if value is None else f"{value:g}"
 
 
 def _counts(found: Mapping[str, str]) -> dict[str, int]:

@@ -18,6 +18,7 @@ def listed(state: dict[str, Any], *, gone: bool) -> dict[str, dict[str, Any]]:
             "state": node["state"],
             "reason": node["reason"],
             "role_name": node["role"],
+            "source": node.get("source"),  # an older deployment does not say it
         }
         for node in state["nodes"]
         if gone or node["state"] != State.GONE

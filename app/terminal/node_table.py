@@ -13,7 +13,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from app.nodes import Role, about_itself
-from app.terminal.words import count, printable
+from app.terminal.words import WIDEST_URL, count, printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -57,7 +57,7 @@ def _columns(width: int) -> Columns:
     return Columns(
         state=9,
         role=7,
-        url=max(8, min(48, width - fixed - (reason + 1 if reason else 0))),
+        url=max(8, min(WIDEST_URL, width - fixed - (reason + 1 if reason else 0))),
         bar=bar,
         number=5,
         speed=speed,

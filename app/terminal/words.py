@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+WIDEST_URL = 48
+"""In a table: of a longer one the end is shown, where nodes of one host differ."""
 COLOURS = ("black", "red", "green", "yellow")
 """In the order of their numbers, ECMA-48 SGR 30 and on."""
 
@@ -27,6 +29,10 @@ def columns(rows: Sequence[Sequence[object]], *, right: Collection[int] = ()) ->
         ).rstrip()
         for row in cells
     ]
+
+
+def shortened(url: str) -> str:
+    return url if len(url) <= WIDEST_URL else "…" + url[1 - WIDEST_URL :]
 
 
 def count(number: int, noun: str) -> str:

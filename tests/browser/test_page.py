@@ -614,9 +614,19 @@ def test_a_node_is_added_and_the_servers_words_are_shown(site: Site, open_page: 
     assert page.locator("#add-key").input_value() == "" and page.locator("#add-url").input_value() == ""
 
 
+def test_a_node_of_a_source_says_so_and_is_found_by_it(site: Site, open_page: Open) -> None:
+    site.state = state([node(1, source="dns://engine:8000"), node(2)])
+    page = open_page(site.url)
+    expect_text(row(page, ONE).locator(".source"), "from dns://engine:8000")
+    assert row(page, TWO).locator(".source").is_hidden()
+    page.locator("#filter-text").fill("dns://eng")
+    page.wait_for_function("document.querySelectorAll('#nodes-body tr').length === 1")
+    assert urls(page) == [ONE]
+
+
 def test_a_node_is_drained_with_the_keyboard_alone(site: Site, open_page: Open) -> None:
     site.key = "k"
-    site.state = state([node(1, unfinished=3)])
+    site.state = state([node(1, unfinished=3)], grace_s=90.0)
     page = open_page(site.url)
     page.locator("#key").wait_for()
     keyboard = page.keyboard
@@ -636,7 +646,8 @@ def test_a_node_is_drained_with_the_keyboard_alone(site: Site, open_page: Open) 
 
     tab_to(f"Drain {ONE}")
     keyboard.press("Enter")
-    assert "It has 3 unfinished requests." in page.get_by_role("dialog", name="Drain this node?").inner_text()
+    asked = page.get_by_role("dialog", name="Drain this node?").inner_text()
+    assert "It has 3 unfinished requests." in asked and "or the grace time of 90 s is over." in asked
     keyboard.press("Escape")
     assert page.evaluate(focused) == f"Drain {ONE}" and not site.of("/nodes/remove")
     keyboard.press("Enter")

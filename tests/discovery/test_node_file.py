@@ -150,7 +150,10 @@ async def listed(reader: FileReader) -> list[str] | None:
     return None if found is None else list(found.nodes)
 
 
-async def test_a_file_is_read_at_first_and_after_each_change_once_it_is_still(tmp_path: Path) -> None:
+async def test_a_file_is_read_at_first_and_after_each_change_once_it_is_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.looked_at.SETTLED_S", 0.0)  # else what is so young is read again
     path = tmp_path / "nodes.yaml"
     path.write_text(nodes_of(A))
     reader = reader_of(path)

@@ -237,6 +237,7 @@ class FakeSeen:
             "strategy": "random",
             "encoder_policy": "round_robin",
             "serving": "Hybrid",
+            "grace_s": 120.0,
             "redis": {"up": self.up, "reason": None if self.up else "it is away"},
             "registry_version": 3,
             "models": ["m"],

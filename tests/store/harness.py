@@ -91,7 +91,11 @@ class Worker:
         self.budget = RetryBudget(ledger=self.ledger, **shared)  # type: ignore[arg-type]
         self.figures = Handovers(ledger=self.ledger, figures=self.counted, **shared)  # type: ignore[arg-type]
         arrangement = Arrangement(
-            strategy, encoder_policy, "Hybrid", strategies=json.dumps(strategies) if strategies else ""
+            strategy,
+            encoder_policy,
+            "Hybrid",
+            strategies=json.dumps(strategies) if strategies else "",
+            grace_s=120.0,
         )
         self.view = View(arrangement=arrangement, ledger=self.ledger, **shared)  # type: ignore[arg-type]
         self.decisions = Decisions(ledger=self.ledger, keys=self.keys)

@@ -49,7 +49,7 @@ KEYS = sorted(
     if row[0] != "channel"
     and not name.startswith("load")
     and name not in ("restating", "learned_since")
-    # Taken away by who wants it: tests/workers/test_discoverer.py.
+    # Healed for who wants it: tests/workers/test_discoverer.py.
     and not name.startswith("discovering:")
 )
 WRITE: dict[str, tuple[str, ...]] = {

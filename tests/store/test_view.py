@@ -70,11 +70,13 @@ async def test_a_state_is_what_all_workers_share(redis: Space) -> None:
         leases = {worker["id"]: worker.pop("lease_s") for worker in found["workers"]}
         assert set(leases) == {"w1", "w2"} and all(6 < left_s <= 8 for left_s in leases.values())
         common = {"failures": 0, "latency_s": [], "reason": "", "breaker": "closed", "speed": None, "models": ["m"]}
+        common["source"] = None
         assert found == {
             "version": __version__,
             "strategy": "min_expected_latency",
             "encoder_policy": "weighted",
             "serving": "Hybrid",
+            "grace_s": 120.0,
             "redis": {"up": True, "reason": None},
             "registry_version": 9,
             "models": ["m", "n"],
@@ -267,12 +269,17 @@ async def test_whom_it_passes_over_and_why(redis: Space) -> None:
         found = await worker.view.explain("m")
         conforms("Explanation", found)
         assert found["strategy"] == "min_expected_latency" and "unfinished / speed" in found["rule"]
+        assert chances(found, *HYBRID) == {"http://half:1": 1.0, "http://ready:1": 0.0, D: 0.0}, "the trial comes first"
+        assert found["rule"].endswith("one request as a trial of http://half:1, whose breaker is half open")
+        assert await registry.move_breaker("http://half:1", "trial", 60_000)
+        found = await worker.view.explain("m")
         assert set(chances(found, *HYBRID)) == {"http://ready:1", D}
+        assert "trial" not in found["rule"]
         told = why(found, *HYBRID)
         assert told["http://other:1"] == "it does not have the model"
         assert told["http://down:1"] == "it is down: hangs"
         assert told["http://open:1"] == "its breaker is open: too many requests failed there in a row"
-        assert told["http://half:1"] == "its breaker is half open: one request may try it"
+        assert told["http://half:1"] == "its breaker is half open: it gets nothing but one request as a trial"
         assert told["http://pending:1"] == "it is pending"
         assert told["http://drained:1"].startswith("it is draining")
         assert P not in told, "it is asked for nothing here"
@@ -345,6 +352,36 @@ async def test_the_next_encoder_is_the_one_that_gets_the_next_item(redis: Space,
         give_back(held)
 
 
+async def test_a_trial_that_told_nothing_may_be_made_again_and_an_encoder_gets_none(redis: Space) -> None:
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        for url, role_ in ((A, Role.Hybrid), (E1, Role.Encode), (E2, Role.Encode)):
+            await worker.add_ready(url, role=role_)
+        for url in (A, E1):
+            await worker.registry.record_failure(url, BreakerRules(threshold=1, open_s=0.001))
+            await asyncio.sleep(0.002)
+            await worker.registry.move_breaker(url, "half_open")
+        assert await worker.registry.move_breaker(A, "trial", 60_000)
+        found = await worker.view.explain("m")
+        assert chances(found, *HYBRID)[A] > 0, "nobody else has the model"
+        assert "trial" not in found["rule"]
+        redis.cli("HSET", redis.key(f"node:{A}"), "trial_until_ms", "1")
+        found = await worker.view.explain("m")
+        assert found["choices"][1]["candidates"][0]["chance"] == 1.0
+        assert f"a trial of {A}, whose" in found["rule"] and E1 not in found["rule"]
+        assert chances(found, Role.Encode) == {E2: 1.0}
+
+
+async def test_who_is_next_of_encoders_with_different_models_is_told_where_it_is_one_for_all(redis: Space) -> None:
+    async with Worker(redis.url, redis.namespace, "w1", encoder_policy="least_unfinished") as worker:
+        await worker.add_ready(E1, role=Role.Encode, models=("m", "n"))
+        await worker.add_ready(E2, role=Role.Encode, models=("n",))
+        assert (await worker.view.state())["encoders"] == {"cursor": 0, "next": E1, "urls": [E1, E2]}
+        # One item of m runs on E1: the next of n goes to E2, the next of m to E1 still.
+        (ticket,) = await worker.ledger.acquire_encoders(lambda snapshot: snapshot.only(E1), 1)
+        assert (await worker.view.state())["encoders"]["next"] is None
+        ticket.release(succeeded=False)
+
+
 # --- without a worker -----------------------------------------------------------------------------
 
 
@@ -400,6 +437,7 @@ async def test_while_somebody_watches_workers_say_again_what_they_go_by(redis: S
             "fallback": "0",
             "dummy_prefill": "0",
             "strategies": "",
+            "grace_s": "120",
         }
 
 

@@ -37,6 +37,7 @@ def node(url: str, /, **given: Any) -> dict[str, Any]:
         "latency_s": [],
         "requests": 0,
         "share": 0.0,
+        "source": None,
         **given,
     }
 
@@ -52,6 +53,7 @@ def state(*nodes: dict[str, Any], **given: Any) -> dict[str, Any]:
         "strategy": "min_expected_latency",
         "encoder_policy": "round_robin",
         "serving": "Hybrid",
+        "grace_s": 120.0,
         "redis": {"up": True, "reason": ""},
         "registry_version": 12,
         "models": list(dict.fromkeys(model for one in nodes for model in one["models"])),

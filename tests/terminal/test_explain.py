@@ -36,6 +36,17 @@ def test_candidates_come_with_chance_and_score_the_likeliest_first() -> None:
     ]
 
 
+def test_of_a_long_url_the_end_is_shown() -> None:
+    long = "http://gpu.example/" + "x" * 5000 + "/7"
+    document = explain(candidate("http://a:1"), candidate(long))
+    document["choices"][0]["passed_over"] = [{"node": long, "why": "it is down"}]
+    lines = list(told(document))
+    assert max(map(len, lines)) < 120
+    shown = "…" + "x" * 45 + "/7"  # 48 in all
+    assert f"  {shown}  Hybrid" in lines[6]
+    assert lines[-1] == f"    {shown}  it is down"
+
+
 def test_a_choice_without_candidates_says_what_a_request_gets() -> None:
     lines = list(told(explain(strategy=None, rule="")))
     assert lines[0] == "model m, strategy not known: no worker has said it yet"

@@ -112,6 +112,7 @@ def test_nodes_are_listed_from_redis_with_the_fields_of_nodes_status(
             "state": "ready",
             "reason": "",
             "role_name": "Decode",
+            "source": None,
         }
     }
     assert view.places == [(REDIS, "default")]

@@ -58,7 +58,7 @@ class World:
 
     async def turn(self) -> dict[str, str]:
         """One turn at this moment; url -> state of all nodes."""
-        assert await self.discoverer._hold_lease(module.LEASE_MS)
+        assert await self.discoverer.lease.hold()
         self.discoverer._due_s = 0.0
         await self.discoverer._turn()
         return {url: node.state.value for url, node in self.registry.snapshot.nodes.items()}
@@ -294,11 +294,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def looking(worlds: list[World]) -> Callable[[], list[World]]:
-    return lambda: [world for world in worlds if world.discoverer.leading]
+    return lambda: [world for world in worlds if world.discoverer.lease.held]
 
 
 @pytest.mark.usefixtures("quick")
-async def test_one_of_several_reads_and_another_follows(redis: Space) -> None:
+async def test_one_of_several_reads_and_another_follows(redis: Space, caplog: pytest.LogCaptureFixture) -> None:
     readers = [FakeReader(), FakeReader(), FakeReader()]
     for reader in readers:
         reader.says(A, B)
@@ -311,13 +311,15 @@ async def test_one_of_several_reads_and_another_follows(redis: Space) -> None:
         assert 0 < redis.cli("PTTL", redis.key(f"discovering:{NAME}")) <= module.LEASE_MS
         # Somebody takes the lease, with a value that is nobody's: whoever had it reads no more.
         redis.cli("SET", redis.key(f"discovering:{NAME}"), "w9", "PX", "300")
-        await aeventually(lambda: not leader.discoverer.leading)
+        await aeventually(lambda: not leader.discoverer.lease.held)
         assert leader.reader.forgot > 1
         await aeventually(lambda: len(looking(worlds)()) == 1)
         # Another type, and it is nobody's for ever.
         redis.cli("DEL", redis.key(f"discovering:{NAME}"))
         redis.cli("RPUSH", redis.key(f"discovering:{NAME}"), "x")
         await aeventually(lambda: redis.cli("TYPE", redis.key(f"discovering:{NAME}")) == "string")
+        line = f"'{redis.key(f'discovering:{NAME}')}' was a list and no string; it is replaced"
+        await aeventually(lambda: line in caplog.text)
     assert redis.cli("EXISTS", redis.key(f"discovering:{NAME}")) == 0, "given back"
     assert redis.cli("GET", redis.key("version")) == "2"
 

@@ -41,6 +41,7 @@ function draw() {
   const state = known(newest);
   newest = null;
   decisions.away = !state.redis.up;
+  manage.grace_s = state.grace_s;
   setHidden(byId("main"), false);
   setText(byId("about"), [state.version, state.serving, words(state.strategy)].filter(Boolean).join(" · "));
   for (const part of parts) part.show(state);

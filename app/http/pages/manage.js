@@ -1,10 +1,11 @@
 // Adding, draining and removing nodes. Each is asked for in a dialog, which stays open while something is wrong.
 
 import { byId, setText } from "./dom.js";
-import { plural } from "./format.js";
+import { age, plural } from "./format.js";
 
 export class Manage {
   #leaving = null;
+  grace_s = null; // of a drain, as the newest state has it
 
   /** `post(path, body)`: of the feed. `onDone(text)`: said once it is done. */
   constructor(post, onDone) {
@@ -23,12 +24,13 @@ export class Manage {
   askLeave(node, drain) {
     this.#leaving = { url: node.url, drain };
     const running = node.unfinished ? plural(node.unfinished, "unfinished request") : "no unfinished request";
+    const grace = this.grace_s === null ? "" : ` of ${age(this.grace_s)}`;
     setText(byId("leave-title"), drain ? "Drain this node?" : "Remove this node?");
     setText(byId("leave-url"), node.url);
     setText(
       byId("leave-what"),
       drain
-        ? `It has ${running}. It gets no new ones, and is removed when they have ended or the grace time is over.`
+        ? `It has ${running}. It gets no new ones, and is removed when they have ended or the grace time${grace} is over.`
         : `It has ${running}. It leaves the deployment at once; drain it to let them end first.`,
     );
     const button = byId("leave-do");

@@ -151,7 +151,7 @@ export class NodesView {
 }
 
 function textOf(node) {
-  return [node.url, node.role, node.state, node.reason, words(node.breaker), ...node.models].join("\n").toLowerCase();
+  return [node.url, node.role, node.state, node.reason, node.source ?? "", words(node.breaker), ...node.models].join("\n").toLowerCase();
 }
 
 class Row {
@@ -161,6 +161,7 @@ class Row {
     const span = (name, ...children) => make("span", { class: name }, ...children);
     this.models = span("models outside");
     this.more = make("details", { class: "more", toggle: () => this.#listModels() }, make("summary"), make("p", { class: "outside" }));
+    this.source = span("source outside");
     this.reason = make("td", { role: "cell", class: "reason outside", "aria-colspan": COLUMNS.length + 1 }); // below all others
     this.role = span("role-name");
     this.state = make("span", { class: "health" }, make("i", { class: "mark", "aria-hidden": "true" }), make("span"));
@@ -183,7 +184,7 @@ class Row {
     this.element = make(
       "tr",
       { role: "row" },
-      make("th", { role: "rowheader", scope: "row", class: "node" }, make("span", { class: "url outside", text: short(url), title: url }), make("span", { class: "of" }, this.models, this.more)),
+      make("th", { role: "rowheader", scope: "row", class: "node" }, make("span", { class: "url outside", text: short(url), title: url }), make("span", { class: "of" }, this.models, this.more, this.source)),
       cell("role", this.role),
       cell("state", this.state, this.breaker, this.failures),
       cell("load", span("figures-line", this.unfinished, this.speed), this.loadBar),
@@ -206,6 +207,10 @@ class Row {
     }
     if (changed("state", "breaker", "failures", "reason")) this.#showState(node);
     if (node.models.join("\n") !== last.models?.join("\n")) this.#showModels(node);
+    if (changed("source")) {
+      setText(this.source, node.source ? `from ${node.source}` : "");
+      setHidden(this.source, !node.source);
+    }
     if (changed("unfinished", "speed", "load") || node.common.scale !== last.common?.scale) this.#showLoad(node);
     if (node.latency_s.join() !== last.latency_s?.join()) this.#showLatency(node);
     if (changed("share", "requests")) this.#showShare(node);
