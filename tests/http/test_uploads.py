@@ -245,7 +245,7 @@ def request(body: bytes, *more: bytes, path: str = PATH) -> bytes:
     return b"\r\n".join([*lines, b"", b""]) + body
 
 
-SMALL = b"before\r\n" + part('name="file"; filename="a"', b"\r\n--X\r\n--XY"[:7] + b"\0") + MODEL + END
+SMALL = b"\r\n" + part('name="file"; filename="a"', b"\r\n--X\r\n--XY"[:7] + b"\0") + MODEL + END
 
 
 @pytest.mark.parametrize("at", range(0, len(request(SMALL)) + 1, 7))
