@@ -230,8 +230,8 @@ async def test_a_pipe_in_its_place_holds_nobody_up(tmp_path: Path) -> None:
 
 
 def test_thousands_of_nodes_are_read_in_a_moment() -> None:
-    urls = [f"http://10.0.{i // 250}.{i % 250 + 1}:23333" for i in range(3000)]
+    urls = [f"http://10.0.{i // 250}.{i % 250 + 1}:23333" for i in range(9000)]
     text = "nodes:\n" + "".join(f"  - url: {url}\n    models: [m]\n" for url in urls)
     began_s = time.process_time()
     assert [node.url for node in parse_nodes(text.encode())] == urls
-    assert time.process_time() - began_s < 1.2
+    assert time.process_time() - began_s < 2
