@@ -14,8 +14,9 @@ import logging
 
 from redis.exceptions import RedisError, ResponseError
 
-from app.discovery.listing import Drain, Reader, ReadFailed, Reading, Register, decide, own
+from app.discovery.listing import Drain, Listed, Reader, ReadFailed, Reading, Register, decide, own
 from app.errors import StoreUnavailable
+from app.nodes import Node
 from app.store.keys import Keys
 from app.store.registry import Registry
 from app.store.scripts import Code
@@ -25,8 +26,11 @@ log = logging.getLogger("evenhand.discovery")
 TURN_S = 1.0
 LEASE_MS = 10_000
 """A look may take seconds. A dead holder is followed within this time and one turn; its nodes serve meanwhile."""
-RENEW_S = 2.0
-"""The lease, while many changes are made."""
+CHANGES_S = 2.0
+"""What a turn's changes may take: a list that was a mistake can be taken back before all of it has been done, and the
+lease stays the holder's."""
+AT_ONCE = 100
+"""Nodes that are registered together: reading the registry, here and in each worker, costs more than a change."""
 
 
 class Discoverer:
@@ -133,36 +137,50 @@ class Discoverer:
         return {url for url, since in self._missing.items() if self._read_at_s - since >= self._reader.patience_s}
 
     async def _follow(self, last: Reading) -> None:
-        registry = self._registry
+        """As much as CHANGES_S allows; the rest is decided anew in the next turn, by what is listed then."""
+        registry, time = self._registry, asyncio.get_running_loop().time
         snapshot = registry.snapshot
         gone = self._gone(last)
-        for step in list(decide(self._reader.name, last.nodes, gone, snapshot.nodes, snapshot.engine_keys)):
-            if asyncio.get_running_loop().time() - self._renewed_s > RENEW_S and not await self._hold_lease(LEASE_MS):
+        steps = list(decide(self._reader.name, last.nodes, gone, snapshot.nodes, snapshot.engine_keys))
+        # The look may have taken long.
+        if not steps or (time() - self._renewed_s > CHANGES_S and not await self._hold_lease(LEASE_MS)):
+            return
+        until_s = time() + CHANGES_S
+        new = [step.listed for step in steps if isinstance(step, Register)]
+        for at in range(0, len(new), AT_ONCE):
+            await self._register(new[at : at + AT_ONCE])
+            if time() > until_s:
                 return
-            if isinstance(step, Register):
-                await self._register(step)
-            else:
+        for step in steps:
+            if isinstance(step, Drain):
                 await self._drain(step)
+                if time() > until_s:
+                    return
 
-    async def _register(self, step: Register) -> None:
-        wanted, known = step.listed, self._registry.snapshot.nodes.get(step.listed.url)
-        models = wanted.models
-        if models is None:
-            models = known.models if known is not None and known.asked else ()
-        done = await self._registry.add(
-            wanted.url,
-            role=wanted.role,
-            models=models,
-            speed=wanted.speed,
-            key=wanted.key,
-            asked=wanted.models is None,
-            bootstrap_port=wanted.bootstrap_port,
-            host_header=wanted.host_header,
-            source=self._reader.name,
-        )
-        if done:
-            log.info("%s: node %s is %s", self._reader.name, wanted.url, "added" if known is None else "updated")
+    async def _register(self, listed: list[Listed]) -> None:
+        before = self._registry.snapshot.nodes
+        nodes = [(_node_of(one, before.get(one.url), self._reader.name), one.key) for one in listed]
+        for (node, _), done in zip(nodes, await self._registry.add_all(nodes), strict=True):
+            if done:
+                added = "updated" if node.url in before else "added"
+                log.info("%s: node %s is %s", self._reader.name, node.url, added)
 
     async def _drain(self, step: Drain) -> None:
         if await self._registry.drain(step.url, self._grace_s, incarnation=step.incarnation, reason=step.reason):
             log.warning("%s: node %s is no longer listed, it is drained", self._reader.name, step.url)
+
+
+def _node_of(listed: Listed, known: Node | None, source: str) -> Node:
+    models = listed.models
+    if models is None:
+        models = known.models if known is not None and known.asked else ()
+    return Node(
+        listed.url,
+        role=listed.role,
+        models=models,
+        speed=listed.speed,
+        asked=listed.models is None,
+        bootstrap_port=listed.bootstrap_port,
+        host_header=listed.host_header,
+        source=source,
+    )
