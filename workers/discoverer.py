@@ -14,7 +14,7 @@ import logging
 
 from redis.exceptions import RedisError, ResponseError
 
-from app.discovery.listing import Drain, Listed, Reader, ReadFailed, Reading, Register, decide, own
+from app.discovery.listing import NO_LONGER, Drain, Listed, Reader, ReadFailed, Reading, Register, decide, own
 from app.errors import StoreUnavailable
 from app.nodes import Node
 from app.store.keys import Keys
@@ -147,15 +147,16 @@ class Discoverer:
             return
         until_s = time() + CHANGES_S
         new = [step.listed for step in steps if isinstance(step, Register)]
-        for at in range(0, len(new), AT_ONCE):
-            await self._register(new[at : at + AT_ONCE])
+        old = [step for step in steps if isinstance(step, Drain)]
+        while new or old:
+            if new:
+                await self._register(new[:AT_ONCE])
+                del new[:AT_ONCE]
+            else:
+                await self._drain(old[:AT_ONCE])
+                del old[:AT_ONCE]
             if time() > until_s:
                 return
-        for step in steps:
-            if isinstance(step, Drain):
-                await self._drain(step)
-                if time() > until_s:
-                    return
 
     async def _register(self, listed: list[Listed]) -> None:
         before = self._registry.snapshot.nodes
@@ -165,9 +166,12 @@ class Discoverer:
                 added = "updated" if node.url in before else "added"
                 log.info("%s: node %s is %s", self._reader.name, node.url, added)
 
-    async def _drain(self, step: Drain) -> None:
-        if await self._registry.drain(step.url, self._grace_s, incarnation=step.incarnation, reason=step.reason):
-            log.warning("%s: node %s is no longer listed, it is drained", self._reader.name, step.url)
+    async def _drain(self, steps: list[Drain]) -> None:
+        nodes = [(step.url, step.incarnation) for step in steps]
+        done = await self._registry.drain_all(nodes, self._grace_s, reason=NO_LONGER + self._reader.name)
+        for step, drained in zip(steps, done, strict=True):
+            if drained:
+                log.warning("%s: node %s is no longer listed, it is drained", self._reader.name, step.url)
 
 
 def _node_of(listed: Listed, known: Node | None, source: str) -> Node:
