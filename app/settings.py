@@ -870,7 +870,7 @@ def tls_towards_engines(settings: Settings) -> ssl.SSLContext | None:
         context = ssl.create_default_context()
     if shows:
         files = {"--engine-key-file": settings.engine_key_file, "--engine-cert-file": settings.engine_cert_file}
-        load_tls_files("engine_cert_file", context, files)
+        load_tls_files("engine_cert_file" if settings.engine_cert_file else "engine_key_file", context, files)
     return context
 
 

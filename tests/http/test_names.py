@@ -91,8 +91,8 @@ def test_as_pythons_own_parser_reads_it(other: Any, model: str, first: bool) -> 
     [
         (b'--XX\r\nContent-Disposition: form-data; name="model"\r\n\r\na\r\n--XX--\r\n',
          b'--XX\r\nContent-Disposition: form-data; name="model"\r\n\r\nM\r\n--XX--\r\n'),
-        (b'pre\r\n--XX\r\nContent-Disposition: form-data; name="file"; filename="model"\r\n\r\na\r\n--XX--',
-         b'pre\r\n--XX\r\nContent-Disposition: form-data; name="model"\r\n\r\nM\r\n'
+        (b'\r\n--XX\r\nContent-Disposition: form-data; name="file"; filename="model"\r\n\r\na\r\n--XX--',
+         b'\r\n--XX\r\nContent-Disposition: form-data; name="model"\r\n\r\nM\r\n'
          b'--XX\r\nContent-Disposition: form-data; name="file"; filename="model"\r\n\r\na\r\n--XX--'),
     ],
 )  # fmt: skip
