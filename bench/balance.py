@@ -34,7 +34,7 @@ LED, TOLD, UNTOLD = "least_expected_delay", "min_expected_latency, told", "min_e
 WORKERS = (1, 2, 4)
 SPREAD = 0.03  # of the mean over the numbers of workers
 LONGEST_S = 1200
-SIZES = (3, 4, 8, 16, 64, 256, 1000)
+SIZES = (8, 12, 16, 24, 32, 40, 64, 256, 1000)
 CALLS, WRITES, TURNS = 16, 4, 101  # calls a write, writes and turns
 
 Make = Callable[[Scenario, int], Dispatcher]
@@ -148,8 +148,9 @@ def verdicts(found: dict[str, Ratios]) -> Iterator[str]:
 
 
 PLAIN, BY_ORDER = "min_expected_latency", "min_expected_latency by the order of loads"
-READ = f"{LED}, the speeds read"
-MEASURED = (PLAIN, LED, READ, BY_ORDER)
+READ, LED_BY_ORDER = f"{LED}, the speeds read", f"{LED} by the order of loads"
+EXPLORING = f"{LED_BY_ORDER}, the one in 200 that explores"
+MEASURED = (PLAIN, LED, READ, BY_ORDER, LED_BY_ORDER, EXPLORING)
 
 
 @contextmanager
@@ -162,17 +163,20 @@ def filled(server: PrivateRedis, size: int) -> Iterator[Callable[[str], tuple[fl
     client.hset(keys.learned, mapping={url: f"{40 + number / 7:.4g}" for number, url in enumerate(urls)})
     client.script_load(SCRIPTS["acquire_least_loaded"].text)
 
-    def by_order() -> Sequence[Any]:
-        names = [keys.unfinished, keys.ledger("w0"), keys.sessions, keys.version, keys.load_index, keys.load(0)]
-        return SCRIPTS["acquire_least_loaded"].evalsha(names, ["w0", 1, 1, "1:ab", 1, "0.5"])
+    def by_order(name: str) -> Callable[[], Sequence[Any]]:
+        by, more = ("given", []) if name == BY_ORDER else ("learned", [keys.learned, keys.load_sums])
+        last, order = [keys.load_index, keys.load(0), *more], f"1:{by}"
+        script = SCRIPTS["index_loads"]  # the other acquires have taken it away
+        words = [1, order, 60_000, by, size, *(f"1.0 {url}" for url in urls)]
+        ordered = script.evalsha([keys.unfinished, keys.version, *last], words)
+        client.execute_command("EVAL", script.text, *ordered[2:])
+        names = [keys.unfinished, keys.ledger("w0"), keys.sessions, keys.version, *last]
+        chance = "0.001" if name == EXPLORING else "0.5"
+        return lambda: SCRIPTS["acquire_least_loaded"].evalsha(names, ["w0", 1, 1, order, by, 1, "0.5", chance])
 
     def prepare(name: str) -> Callable[[], Sequence[Any]]:
-        if name == BY_ORDER:  # the other acquires have taken it away
-            script = SCRIPTS["index_loads"]
-            names = [keys.unfinished, keys.version, keys.load_index, keys.load(0)]
-            ordered = script.evalsha(names, [1, "1:ab", 60_000, size, *(f"1.0 {url}" for url in urls)])
-            client.execute_command("EVAL", script.text, *ordered[2:])
-            return by_order
+        if name in (BY_ORDER, LED_BY_ORDER, EXPLORING):
+            return by_order(name)
         one = made[PLAIN if name == PLAIN else LED]
         one.hear("w0", told=name == LED)
         return lambda: one.acquire_command("w0")

@@ -20,7 +20,7 @@ from app.store import load_index as load_index_module
 from app.store.fields import node_to_fields
 from app.store.keys import Keys
 from app.store.ledger import Ticket
-from app.store.load_index import LARGE, LoadIndex
+from app.store.load_index import LARGE, By, LoadIndex
 from app.store.snapshot import Pool, Snapshot
 from tests.store.harness import Worker, give_back, workers
 from tests.support.redis import Space
@@ -39,7 +39,7 @@ def snapshot(nodes: Sequence[Node]) -> Snapshot:
 
 
 def index_of(nodes: Sequence[Node]) -> LoadIndex:
-    return LoadIndex(KEYS, snapshot(nodes), by_load=True)
+    return LoadIndex(KEYS, snapshot(nodes), by=By.GIVEN)
 
 
 # --- groups ---------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def test_nodes_with_the_same_models_are_one_group_in_whatever_order_they_name_th
     assert index.groups(index.snapshot.pool("m", Role.Hybrid)) == index.groups(index.snapshot.pool("n", Role.Hybrid))
     names, words = index.arguments()
     assert names == [KEYS.unfinished, KEYS.version, KEYS.load_index, KEYS.load(0)]
-    assert words[:2] + words[3:] == [7, index.name, LARGE, *(f"1.0 {one.url}" for one in nodes)]
+    assert words[:2] + words[3:] == [7, index.name, "given", LARGE, *(f"1.0 {one.url}" for one in nodes)]
 
 
 def test_a_model_of_two_kinds_of_nodes_has_both_groups() -> None:
@@ -107,7 +107,7 @@ def test_two_fleets_of_one_version_have_orders_of_two_names() -> None:
 
 
 def test_where_the_strategy_goes_by_something_else_there_are_no_groups() -> None:
-    index = LoadIndex(KEYS, snapshot([node(n) for n in range(50)]), by_load=False)
+    index = LoadIndex(KEYS, snapshot([node(n) for n in range(50)]), by=None)
     assert len(index) == 0 and index.groups(index.snapshot.pool("m", Role.Hybrid)) == ()
 
 

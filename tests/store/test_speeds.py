@@ -40,10 +40,11 @@ class Teacher:
     def teach(self, now_ms: int | str, **rates: list[float]) -> None:
         urls = {name: {"a": A, "b": B, "c": C}[name] for name in rates}
         names = [self.keys.nodes, self.keys.unfinished, self.keys.learned, self.keys.learned_since]
-        names += map(self.keys.learning, urls.values())
-        arguments: list[Any] = [now_ms]
+        names += [self.keys.load_index, self.keys.load_sums]
+        arguments: list[Any] = [now_ms, ""]
         for name, some in rates.items():
-            arguments += [urls[name], len(some), *map(repr, some)]
+            names += [self.keys.learning(urls[name]), self.keys.load(0)]
+            arguments += [urls[name], "", len(some), *map(repr, some)]
         command = SCRIPT.evalsha(names, arguments)
         assert self.client.execute_command("EVAL", SCRIPT.text, *command[2:]) == [0]
 
