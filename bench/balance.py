@@ -34,7 +34,7 @@ LED, TOLD, UNTOLD = "least_expected_delay", "min_expected_latency, told", "min_e
 WORKERS = (1, 2, 4)
 SPREAD = 0.03  # of the mean over the numbers of workers
 LONGEST_S = 1200
-SIZES = (8, 12, 16, 24, 32, 40, 64, 256, 1000)
+SIZES = (3, 4, 8, 16, 24, 64, 256, 1000)
 CALLS, WRITES, TURNS = 16, 4, 101  # calls a write, writes and turns
 
 Make = Callable[[Scenario, int], Dispatcher]

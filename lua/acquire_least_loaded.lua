@@ -31,7 +31,7 @@ local unfinished, ledger, sessions, version_key, load_index = KEYS[1], KEYS[2], 
 local worker, generation, version, order = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local by_learned, learned, sums = ARGV[5] == 'learned', KEYS[#KEYS - 1], KEYS[#KEYS]
 local FIRST, FIRST_GROUP = 6, 6
-local EXPLORE_NEW, EXPLORE_IDLE, CAUTION = 0.1, 0.005, 0.9
+local EXPLORE_NEW, EXPLORE_IDLE, CAUTION, MANY = 0.1, 0.005, 0.9, 32
 
 local at_once = redis.call('MGET', version_key, load_index)
 local current, ordered = at_once[1] or '0', at_once[2]
@@ -77,17 +77,28 @@ end
 
 -- The same of the nodes that idle: of any of them, or of those that are not learned. Nothing where there is none.
 local function idle_of(first, last, draw, anyone)
-    local idle = {}
+    local idle, counts = {}, nil
     for group = first, last do
-        local entries = redis.call('ZRANGEBYSCORE', KEYS[group], '-inf', anyone and '+inf' or '(0', 'WITHSCORES')
-        for i = 1, #entries, 2 do
-            local count = redis.call('HGET', unfinished, string.match(entries[i], ' (.+)$'))
+        local members = redis.call('ZRANGEBYSCORE', KEYS[group], '-inf', anyone and '+inf' or '(0')
+        if #members > MANY and not counts then
+            local all = redis.call('HGETALL', unfinished)
+            counts = {}
+            for i = 1, #all, 2 do
+                counts[all[i]] = all[i + 1]
+            end
+        end
+        for i = 1, #members do
+            local url = string.match(members[i], ' (.+)$')
+            local count = counts and counts[url] or not counts and redis.call('HGET', unfinished, url)
             if tonumber(count or 0) == 0 then
-                idle[#idle + 1] = { group, entries[i], tonumber(entries[i + 1]) }
+                idle[#idle + 1] = { group, members[i] }
             end
         end
     end
-    return unpack(idle[math.floor(draw * #idle) + 1] or {})
+    if #idle > 0 then
+        local group, member = unpack(idle[math.floor(draw * #idle) + 1])
+        return group, member, tonumber(redis.call('ZSCORE', KEYS[group], member))
+    end
 end
 
 -- The same of all, where the best of those that are not learned is known: `new`, its key, member and score.

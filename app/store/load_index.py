@@ -17,7 +17,7 @@ from app.store.keys import Keys
 from app.store.scripts import Argument
 from app.store.snapshot import Pool, Snapshot, effective_speeds
 
-LARGE = 40
+LARGE = 24
 """Nodes from which on an ordered set is cheaper for Redis than a look at each candidate."""
 FEW_GROUPS, NODES_A_GROUP = 4, 8
 """Groups are looked at one by one, so they must be few, or large on average."""
