@@ -171,8 +171,8 @@ def filled(server: PrivateRedis, size: int) -> Iterator[Callable[[str], tuple[fl
         ordered = script.evalsha([keys.unfinished, keys.version, *last], words)
         client.execute_command("EVAL", script.text, *ordered[2:])
         names = [keys.unfinished, keys.ledger("w0"), keys.sessions, keys.version, *last]
-        chance = "0.001" if name == EXPLORING else "0.5"
-        return lambda: SCRIPTS["acquire_least_loaded"].evalsha(names, ["w0", 1, 1, order, by, 1, "0.5", chance])
+        draws = [repr(0.5)] if name == BY_ORDER else [repr(0.5), repr(0.001 if name == EXPLORING else 0.5)]
+        return lambda: SCRIPTS["acquire_least_loaded"].evalsha(names, ["w0", 1, 1, order, by, 1, *draws])
 
     def prepare(name: str) -> Callable[[], Sequence[Any]]:
         if name in (BY_ORDER, LED_BY_ORDER, EXPLORING):

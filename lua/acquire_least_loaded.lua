@@ -21,8 +21,8 @@
 -- ARGV[3]  version            of the snapshot the groups come from
 -- ARGV[4]  order              name of the groups: a registry version and a digest
 -- ARGV[5]  by                 'given': the operator's speeds; 'learned': the learned ones
--- ARGV[6+] groups, draw, chance   per pool: how many of KEYS[6+] are its, at least one; numbers in [0, 1), for ties and
---                             for whether to explore
+-- ARGV[6+] groups, draw       per pool: how many of KEYS[6+] are its, at least one; a number in [0, 1) for ties; by
+--                             learned speeds a third, such a number for whether to explore
 -- RETURN   {code, version, member, ...}  code: 0 taken (member: <speed> <url>, for each pool), 1 not a member
 --          (restate first), 2 snapshot is not current (refresh first), 6 loads are not ordered (order them first)
 -- COST     O(groups * log(nodes)); by learned speeds O(nodes) once in 200, and O(nodes not learned) once in 10
@@ -31,7 +31,6 @@ local unfinished, ledger, sessions, version_key, load_index = KEYS[1], KEYS[2], 
 local worker, generation, version, order = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local by_learned, learned, sums = ARGV[5] == 'learned', KEYS[#KEYS - 1], KEYS[#KEYS]
 local FIRST, FIRST_GROUP = 6, 6
-local EXPLORE_NEW, EXPLORE_IDLE, CAUTION, MANY = 0.1, 0.005, 0.9, 32
 
 local at_once = redis.call('MGET', version_key, load_index)
 local current, ordered = at_once[1] or '0', at_once[2]
@@ -75,85 +74,85 @@ local function least_of(first, last, draw, before)
     end
 end
 
--- The same of the nodes that idle: of any of them, or of those that are not learned. Nothing where there is none.
-local function idle_of(first, last, draw, anyone)
-    local idle, counts = {}, nil
-    for group = first, last do
-        local members = redis.call('ZRANGEBYSCORE', KEYS[group], '-inf', anyone and '+inf' or '(0')
-        if #members > MANY and not counts then
-            local all = redis.call('HGETALL', unfinished)
-            counts = {}
-            for i = 1, #all, 2 do
-                counts[all[i]] = all[i + 1]
-            end
-        end
-        for i = 1, #members do
-            local url = string.match(members[i], ' (.+)$')
-            local count = counts and counts[url] or not counts and redis.call('HGET', unfinished, url)
-            if tonumber(count or 0) == 0 then
-                idle[#idle + 1] = { group, members[i] }
-            end
-        end
-    end
-    if #idle > 0 then
-        local group, member = unpack(idle[math.floor(draw * #idle) + 1])
-        return group, member, tonumber(redis.call('ZSCORE', KEYS[group], member))
-    end
-end
+-- Made only where they are wanted: to make them is a tenth of what an acquire by given speeds costs.
+local choose
+if by_learned then
+    local EXPLORE_NEW, EXPLORE_IDLE, CAUTION, MANY = 0.1, 0.005, 0.9, 32
 
--- The same of all, where the best of those that are not learned is known: `new`, its key, member and score.
-local function least_of_both(first, last, draw, new)
-    local nodes, known, sum, before = 0, 0, 0, {}
-    for group = first, last do
-        local size = redis.call('ZCARD', KEYS[group])
-        before[group] = redis.call('ZCOUNT', KEYS[group], '-inf', '(0')
-        nodes, known = nodes + size, known + size - before[group]
-        sum = sum + (tonumber(redis.call('HGET', sums, KEYS[group]) or nil) or 0)
+    -- The same of the nodes that idle: of any of them, or of those that are not learned. Nothing where there is none.
+    local function idle_of(first, last, draw, anyone)
+        local idle, counts = {}, nil
+        for group = first, last do
+            local members = redis.call('ZRANGEBYSCORE', KEYS[group], '-inf', anyone and '+inf' or '(0')
+            if #members > MANY and not counts then
+                local all = redis.call('HGETALL', unfinished)
+                counts = {}
+                for i = 1, #all, 2 do
+                    counts[all[i]] = all[i + 1]
+                end
+            end
+            for i = 1, #members do
+                local url = string.match(members[i], ' (.+)$')
+                local count = counts and counts[url] or not counts and redis.call('HGET', unfinished, url)
+                if tonumber(count or 0) == 0 then
+                    idle[#idle + 1] = { group, members[i] }
+                end
+            end
+        end
+        if #idle > 0 then
+            local group, member = unpack(idle[math.floor(draw * #idle) + 1])
+            return group, member, tonumber(redis.call('ZSCORE', KEYS[group], member))
+        end
     end
-    if known == 0 then
+
+    -- The same of all, where the best of those that are not learned is known: `new`, its key, member and score.
+    local function least_of_both(first, last, draw, new)
+        local nodes, known, sum, before = 0, 0, 0, {}
+        for group = first, last do
+            local size = redis.call('ZCARD', KEYS[group])
+            before[group] = redis.call('ZCOUNT', KEYS[group], '-inf', '(0')
+            nodes, known = nodes + size, known + size - before[group]
+            sum = sum + (tonumber(redis.call('HGET', sums, KEYS[group]) or nil) or 0)
+        end
+        if known == 0 then
+            return unpack(new)
+        end
+        local unit = sum / known * (1 - CAUTION * known / nodes)
+        local group, member, least = least_of(first, last, draw, before)
+        if least <= -1 / (unit * new[3]) then
+            return group, member, least
+        end
         return unpack(new)
     end
-    local unit = sum / known * (1 - CAUTION * known / nodes)
-    local group, member, least = least_of(first, last, draw, before)
-    if least <= -1 / (unit * new[3]) then
-        return group, member, least
-    end
-    return unpack(new)
-end
 
-local function choose(first, last, draw, chance)
-    local group, member, least = least_of(first, last, draw)
-    if not (by_learned and group) then
-        return group, member, least
-    end
-    if chance < EXPLORE_IDLE or (chance < EXPLORE_NEW and least < 0) then
-        local idle, its_member, its_load = idle_of(first, last, draw, chance < EXPLORE_IDLE)
-        if idle then
-            return idle, its_member, its_load
+    choose = function(first, last, draw, chance)
+        local group, member, least = least_of(first, last, draw)
+        if not group then
+            return nil
         end
+        if chance < EXPLORE_IDLE or (chance < EXPLORE_NEW and least < 0) then
+            local idle, its_member, its_load = idle_of(first, last, draw, chance < EXPLORE_IDLE)
+            if idle then
+                return idle, its_member, its_load
+            end
+        end
+        if least < 0 then
+            return least_of_both(first, last, draw, { group, member, least })
+        end
+        return group, member, least
     end
-    if least < 0 then
-        return least_of_both(first, last, draw, { group, member, least })
-    end
-    return group, member, least
-end
-
-local function load_of(count, speed, url)
-    if not by_learned then
-        return count / speed, (count - 1) / speed
-    end
-    local own = tonumber(redis.call('HGET', learned, url) or nil)
-    if own and own > 0 then
-        return (count + 1) / own, count / own
-    end
-    return -speed / (count + 1), -speed / count
 end
 
 local chosen = {}
 local group = FIRST_GROUP
-for at = FIRST, #ARGV, 3 do
-    local last = group + tonumber(ARGV[at]) - 1
-    local key, member, load = choose(group, last, tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2]))
+for at = FIRST, #ARGV, by_learned and 3 or 2 do
+    local last, draw = group + tonumber(ARGV[at]) - 1, tonumber(ARGV[at + 1])
+    local key, member, load
+    if by_learned then
+        key, member, load = choose(group, last, draw, tonumber(ARGV[at + 2]))
+    else
+        key, member, load = least_of(group, last, draw)
+    end
     if not key then
         -- No group is empty: somebody took it away.
         redis.call('DEL', load_index)
@@ -171,7 +170,15 @@ for i = 1, #chosen do
     local speed, url = string.match(member, '^(%S+) (.+)$')
     local count = redis.call('HINCRBY', unfinished, url, 1)
     redis.call('HINCRBY', ledger, url, 1)
-    local now, before = load_of(count, speed, url)
+    local now, before = count / speed, (count - 1) / speed
+    if by_learned then
+        local own = tonumber(redis.call('HGET', learned, url) or nil)
+        if own and own > 0 then
+            now, before = (count + 1) / own, count / own
+        else
+            now, before = -speed / (count + 1), -speed / count
+        end
+    end
     redis.call('ZADD', KEYS[key], now, member)
     if before ~= load then
         -- Somebody changed a count or a speed and not its place.

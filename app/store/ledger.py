@@ -514,9 +514,9 @@ class Ledger:
             names = [keys.unfinished, keys.ledger(self.worker), keys.sessions, keys.version, keys.load_index]
             names += index.keys(groups)
             call = self._ordered_calls[groups] = Prepared(self._scripts["acquire_least_loaded"], names, (self.worker,))
-        draw = self._draws.random
-        words = [word for of_pool in groups for word in (len(of_pool), repr(draw()), repr(draw()))]
-        words = [index.name, index.by, *words]
+        words: list[Argument] = [index.name, index.by]
+        for of_pool in groups:
+            words += [len(of_pool), *(repr(self._draws.random()) for _ in range(index.draws))]
         return call.script, self._call(call, pools[0].version, len(words), packed(*words)), self._read_members
 
     def _read_members(self, reply: list[Any]) -> list[str]:

@@ -57,6 +57,7 @@ class LoadIndex:
     def __init__(self, keys: Keys, snapshot: Snapshot, *, by: By | None) -> None:
         self.snapshot = snapshot
         self.by = by or By.GIVEN
+        self.draws = 2 if by == By.LEARNED else 1  # that a decision takes
         self._keys = keys
         self._places: dict[str, Place] = {}
         self._sizes: list[int] = []

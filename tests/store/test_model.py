@@ -319,7 +319,9 @@ class Machine(RuleBasedStateMachine):
         flat = [number for groups in wanted for number in groups]
         names = [*self.counting_keys(worker), self.keys.version, self.keys.load_index, *map(self.keys.load, flat)]
         names += self.more_keys
-        words = [word for groups in wanted for word in (len(groups), *map(repr, two))]
+        words = [
+            word for groups in wanted for word in (len(groups), *map(repr, two if self.by == By.LEARNED else two[:1]))
+        ]
         placed, learned = self.placed(), self.learned()
         (policy,) = [name for name, by in BY.items() if by == self.by]
         reply: list[Any] = self.run(
