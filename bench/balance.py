@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # `python bench/balance.py` works as well as `python -m bench.balance`
 
+from app.balancing.least_expected_delay import EXPLORE_IDLE  # noqa: E402
 from bench.balancing.dispatchers import SCRIPTS, InTurn, Knowing, Shared, Told, TwoChoices  # noqa: E402
 from bench.balancing.plot import plot  # noqa: E402
 from bench.balancing.scenarios import SCENARIOS, Aim  # noqa: E402
@@ -206,7 +207,8 @@ def cost() -> str:
     from tests.support.redis import PrivateRedis
 
     heads = [f"{name}{'' if name == PLAIN else ' (ratio)'}" for name in MEASURED]
-    lines = [f"| nodes | | {' | '.join(heads)} |", "|---" * (2 + len(MEASURED)) + "|"]
+    heads.append("both orders, exploring included: ratio")
+    lines = [f"| nodes | | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
     with PrivateRedis() as server:
         tell = Bar(len(SIZES) * TURNS)
         for size in SIZES:
@@ -218,6 +220,8 @@ def cost() -> str:
             for of, what in enumerate(("script alone, us", "CPU of the server, us")):
                 least = [min(one[of] for one in column) for column in zip(*turns, strict=True)]
                 cells = [f"{one:.1f} ({one / least[0]:.2f})" for one in least[1:]]
+                given, learned, exploring = least[-3:]
+                cells.append(f"{((1 - EXPLORE_IDLE) * learned + EXPLORE_IDLE * exploring) / given:.2f}")
                 lines.append(f"| {size} | {what} | {least[0]:.1f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
