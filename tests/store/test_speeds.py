@@ -292,7 +292,8 @@ async def test_every_choice_is_by_what_is_learned_at_that_moment_whatever_worker
     async with workers(redis, 2, strategy=STRATEGY) as both:
         for number, url in enumerate(urls):
             await both[0].add_ready(url, speed=2.0 ** (number % 3))
-        await aeventually(lambda: all(len(worker.registry.snapshot.nodes) == size for worker in both))
+        for worker in both:
+            await worker.registry.refresh()
         redis.cli("HSET", redis.key("learned"), *(word for url in urls[3:] for word in (url, "7")), urls[0], "9")
         tickets: list[Ticket] = []
         by_arguments = by_order = 0
