@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # `python bench/balance.py` works as well as `python -m bench.balance`
 
+from app.balancing.least_expected_delay import EXPLORE_IDLE  # noqa: E402
 from bench.balancing.dispatchers import SCRIPTS, InTurn, Knowing, Shared, Told, TwoChoices  # noqa: E402
 from bench.balancing.plot import plot  # noqa: E402
 from bench.balancing.scenarios import SCENARIOS, Aim  # noqa: E402
@@ -34,7 +35,7 @@ LED, TOLD, UNTOLD = "least_expected_delay", "min_expected_latency, told", "min_e
 WORKERS = (1, 2, 4)
 SPREAD = 0.03  # of the mean over the numbers of workers
 LONGEST_S = 1200
-SIZES = (3, 4, 8, 16, 64, 256, 1000)
+SIZES = (3, 4, 8, 16, 24, 64, 256, 1000)
 CALLS, WRITES, TURNS = 16, 4, 101  # calls a write, writes and turns
 
 Make = Callable[[Scenario, int], Dispatcher]
@@ -148,8 +149,9 @@ def verdicts(found: dict[str, Ratios]) -> Iterator[str]:
 
 
 PLAIN, BY_ORDER = "min_expected_latency", "min_expected_latency by the order of loads"
-READ = f"{LED}, the speeds read"
-MEASURED = (PLAIN, LED, READ, BY_ORDER)
+READ, LED_BY_ORDER = f"{LED}, the speeds read", f"{LED} by the order of loads"
+EXPLORING = f"{LED_BY_ORDER}, the one in 200 that explores"
+MEASURED = (PLAIN, LED, READ, BY_ORDER, LED_BY_ORDER, EXPLORING)
 
 
 @contextmanager
@@ -162,17 +164,20 @@ def filled(server: PrivateRedis, size: int) -> Iterator[Callable[[str], tuple[fl
     client.hset(keys.learned, mapping={url: f"{40 + number / 7:.4g}" for number, url in enumerate(urls)})
     client.script_load(SCRIPTS["acquire_least_loaded"].text)
 
-    def by_order() -> Sequence[Any]:
-        names = [keys.unfinished, keys.ledger("w0"), keys.sessions, keys.version, keys.load_index, keys.load(0)]
-        return SCRIPTS["acquire_least_loaded"].evalsha(names, ["w0", 1, 1, "1:ab", 1, "0.5"])
+    def by_order(name: str) -> Callable[[], Sequence[Any]]:
+        by, more = ("given", []) if name == BY_ORDER else ("learned", [keys.learned, keys.load_sums])
+        last, order = [keys.load_index, keys.load(0), *more], f"1:{by}"
+        script = SCRIPTS["index_loads"]  # the other acquires have taken it away
+        words = [1, order, 60_000, by, size, *(f"1.0 {url}" for url in urls)]
+        ordered = script.evalsha([keys.unfinished, keys.version, *last], words)
+        client.execute_command("EVAL", script.text, *ordered[2:])
+        names = [keys.unfinished, keys.ledger("w0"), keys.sessions, keys.version, *last]
+        draws = [repr(0.5)] if name == BY_ORDER else [repr(0.5), repr(0.001 if name == EXPLORING else 0.5)]
+        return lambda: SCRIPTS["acquire_least_loaded"].evalsha(names, ["w0", 1, 1, order, by, 1, *draws])
 
     def prepare(name: str) -> Callable[[], Sequence[Any]]:
-        if name == BY_ORDER:  # the other acquires have taken it away
-            script = SCRIPTS["index_loads"]
-            names = [keys.unfinished, keys.version, keys.load_index, keys.load(0)]
-            ordered = script.evalsha(names, [1, "1:ab", 60_000, size, *(f"1.0 {url}" for url in urls)])
-            client.execute_command("EVAL", script.text, *ordered[2:])
-            return by_order
+        if name in (BY_ORDER, LED_BY_ORDER, EXPLORING):
+            return by_order(name)
         one = made[PLAIN if name == PLAIN else LED]
         one.hear("w0", told=name == LED)
         return lambda: one.acquire_command("w0")
@@ -202,7 +207,8 @@ def cost() -> str:
     from tests.support.redis import PrivateRedis
 
     heads = [f"{name}{'' if name == PLAIN else ' (ratio)'}" for name in MEASURED]
-    lines = [f"| nodes | | {' | '.join(heads)} |", "|---" * (2 + len(MEASURED)) + "|"]
+    heads.append("both orders, exploring included: ratio")
+    lines = [f"| nodes | | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
     with PrivateRedis() as server:
         tell = Bar(len(SIZES) * TURNS)
         for size in SIZES:
@@ -214,6 +220,8 @@ def cost() -> str:
             for of, what in enumerate(("script alone, us", "CPU of the server, us")):
                 least = [min(one[of] for one in column) for column in zip(*turns, strict=True)]
                 cells = [f"{one:.1f} ({one / least[0]:.2f})" for one in least[1:]]
+                given, learned, exploring = least[-3:]
+                cells.append(f"{((1 - EXPLORE_IDLE) * learned + EXPLORE_IDLE * exploring) / given:.2f}")
                 lines.append(f"| {size} | {what} | {least[0]:.1f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -5,13 +5,15 @@
 -- KEYS[3]  failures           HASH   url -> failures in a row, all workers; a success deletes it
 -- KEYS[4]  learned            HASH   url -> learned speed; halved, up to HALVED times in a row, until a success
 -- KEYS[5]  learned_since      STRING since when `learned` is as it is; taken away with a change
+-- KEYS[6]  load_index         STRING name of the groups that load:<group> are; the same
 -- ARGV[1]  url                node
 -- ARGV[2]  threshold          failures in a row that open a closed breaker; a half-open one opens at once
 -- ARGV[3]  first              ms for which it opens; each time in a row twice as long
 -- ARGV[4]  longest            ms
 -- RETURN   {code, version}    code: 0 opened, 6 no such node, 8 counted
 -- COST     O(1)               CALLER app/store/registry.py
-local node, version_key, failures, learned, learned_since = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local node, version_key, failures, learned = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local learned_since, load_index = KEYS[5], KEYS[6]
 local url, threshold, first_ms, longest_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 
 -- As many as open a breaker, less one, where nobody says otherwise.
@@ -27,7 +29,7 @@ local count = redis.call('HINCRBY', failures, url, 1)
 local speed = count <= HALVED and tonumber(redis.call('HGET', learned, url) or nil)
 if speed then
     redis.call('HSET', learned, url, string.format('%.4g', speed / 2))
-    redis.call('DEL', learned_since)
+    redis.call('DEL', learned_since, load_index)
 end
 if breaker == 'open' or (breaker ~= 'half_open' and count < threshold) then
     return { 8, version }

@@ -6,7 +6,8 @@
 -- KEYS[4]  version            STRING registry version
 -- KEYS[5]  failures           HASH   url -> failures in a row
 -- KEYS[6]  load_index         STRING name of the groups that load:<group> are
--- KEYS[7+] load:<group>       ZSET   <speed> <url> -> unfinished / speed; the node's, if it is in one
+-- KEYS[7+] load:<group>       ZSET   <speed> <url> -> load; the node's, if it is in one; by learned speeds, behind it:
+--                             `learned` HASH, url -> learned speed, and `load_sums`, which stays as it is
 -- ARGV[1]  worker             id
 -- ARGV[2]  generation         of the connection this call came over
 -- ARGV[3]  url                node
@@ -18,7 +19,7 @@
 local unfinished, ledger, sessions, version_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local failures, load_index = KEYS[5], KEYS[6]
 local worker, generation, url, answered, order = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local GROUP, SPEED, MEMBER = 7, 6, 7
+local GROUP, LEARNED, SPEED, MEMBER = 7, 8, 6, 7
 
 local at_once = redis.call('MGET', version_key, load_index)
 local version, ordered = tonumber(at_once[1] or '0') or 0, at_once[2]
@@ -45,6 +46,14 @@ end
 if ordered and ordered ~= order then
     redis.call('DEL', load_index)
 elseif ordered and KEYS[GROUP] then
-    redis.call('ZADD', KEYS[GROUP], math.max(running, 0) / ARGV[SPEED], ARGV[MEMBER])
+    local count, speed = math.max(running, 0), ARGV[SPEED]
+    local own = KEYS[LEARNED] and tonumber(redis.call('HGET', KEYS[LEARNED], url) or nil)
+    local load = count / speed
+    if own and own > 0 then
+        load = (count + 1) / own
+    elseif KEYS[LEARNED] then
+        load = -speed / (count + 1)
+    end
+    redis.call('ZADD', KEYS[GROUP], load, ARGV[MEMBER])
 end
 return { 0, version }

@@ -42,6 +42,7 @@ class Keys:
         self.retries = p + "retries"
         self.requests = p + "requests"
         self.load_index = p + "load_index"
+        self.load_sums = p + "load_sums"
         self.restating = p + "restating"
         self.dispatched = p + "dispatched"
         self.watched = p + "watched"
@@ -91,8 +92,8 @@ LEASE = Shape("string", "text")
 
 def shapes(keys: Keys) -> dict[str, Shape]:
     """Key -> shape of all keys that a deployment has once, but those that are made anew whenever they are not right
-    (`load_index` and its groups, `learned_since`), `restating`, which is overwritten or expires, and the leases of
-    sources, of which each worker knows its own. `events` is a channel, no key."""
+    (`load_index`, its groups and `load_sums`, `learned_since`), `restating`, which is overwritten or expires, and the
+    leases of sources, of which each worker knows its own. `events` is a channel, no key."""
     return {
         keys.layout: Shape("string", "count"),
         keys.version: Shape("string", "count"),

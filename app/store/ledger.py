@@ -51,7 +51,7 @@ from app.nodes import Role
 from app.store.dispatched import Dispatched
 from app.store.keys import Keys, of_worker_given_up
 from app.store.latencies import Latencies
-from app.store.load_index import LARGE, LoadIndex
+from app.store.load_index import BY, LARGE, LoadIndex
 from app.store.locator import Locator
 from app.store.pipeline import Pipeline, Reply
 from app.store.registry import Registry
@@ -197,7 +197,7 @@ class Ledger:
         used = {strategy, *(strategies or {}).values()}
         self._acquire_script = scripts[f"acquire_{strategy}"]
         # An order of loads is void after each acquire that does not go by it: beside another strategy there is none.
-        self._by_load = used == {"min_expected_latency"}
+        self._by = BY.get(strategy) if len(used) == 1 else None
         self._encoders_script = scripts[f"acquire_encoders_{encoder_policy}"]
         self._encoder_policy = ENCODER_POLICIES[encoder_policy]
         self._score_encoders = of_encoders(encoder_policy)
@@ -214,7 +214,13 @@ class Ledger:
         )
         self.learns = not used.isdisjoint(DECIDE_BY_LEARNED)
         self._speeds = (
-            Speeds(keys=keys, script=scripts["learn_speeds"], counts=self.counts, send=self._send_latencies)
+            Speeds(
+                keys=keys,
+                script=scripts["learn_speeds"],
+                counts=self.counts,
+                index=self._load_index,
+                send=self._send_latencies,
+            )
             if self.learns
             else None
         )
@@ -251,7 +257,7 @@ class Ledger:
         self._releases: dict[tuple[str, bool], bytes] = {}
         self._learned: dict[Pool, Told] = {}
         # Of the registry's snapshot: where nodes stand in the order of loads, since when, and calls that go by it.
-        self._index = LoadIndex(keys, registry.snapshot, by_load=self._by_load)
+        self._index = LoadIndex(keys, registry.snapshot, by=self._by)
         self._indexed_at_s = time.monotonic()
         self._ordered_calls: dict[tuple[tuple[int, ...], ...], Prepared] = {}
         self._ordering = False  # right now
@@ -434,7 +440,7 @@ class Ledger:
         snapshot = self._registry.snapshot
         way = self._ways.get(pools[0].model, self._way) if self._ways else self._way
         if len(snapshot.nodes) >= LARGE and snapshot.version == pools[0].version and not whatever_version:
-            if self._by_load and (question := self._ask_by_load(pools)):
+            if self._by and (question := self._ask_by_load(pools)):
                 return question
             if way.by_chance and all(sum(pool.speeds) < math.inf for pool in pools):
                 # Chance needs nothing that is shared: Redis need not read a whole fleet for it.
@@ -506,9 +512,11 @@ class Ledger:
         if call is None:
             keys = self._keys
             names = [keys.unfinished, keys.ledger(self.worker), keys.sessions, keys.version, keys.load_index]
-            names += [keys.load(group) for of_pool in groups for group in of_pool]
+            names += index.keys(groups)
             call = self._ordered_calls[groups] = Prepared(self._scripts["acquire_least_loaded"], names, (self.worker,))
-        words = [index.name, *(word for of_pool in groups for word in (len(of_pool), repr(self._draws.random())))]
+        words: list[Argument] = [index.name, index.by]
+        for of_pool in groups:
+            words += [len(of_pool), *(repr(self._draws.random()) for _ in range(index.draws))]
         return call.script, self._call(call, pools[0].version, len(words), packed(*words)), self._read_members
 
     def _read_members(self, reply: list[Any]) -> list[str]:
@@ -517,7 +525,7 @@ class Ledger:
     def _load_index(self) -> LoadIndex:
         snapshot = self._registry.snapshot
         if snapshot is not self._index.snapshot:
-            self._index, self._indexed_at_s = LoadIndex(self._keys, snapshot, by_load=self._by_load), time.monotonic()
+            self._index, self._indexed_at_s = LoadIndex(self._keys, snapshot, by=self._by), time.monotonic()
             self._ordered_calls.clear()
             self._calls.clear()
             self._releases.clear()
@@ -693,13 +701,10 @@ class Ledger:
         keys = self._keys
         names = [keys.unfinished, keys.ledger(self.worker), keys.sessions, keys.version, keys.failures, keys.load_index]
         words: list[Argument] = [self.worker, self._generation, url, int(answered)]
-        if len(index):
-            words.append(index.name)
-            if place := index.place(url):
-                names.append(keys.load(place.group))
-                words += [repr(place.speed), place.member]
-        else:
-            words.append("")
+        words.append(index.name if len(index) else "")
+        if place := index.place(url):
+            names += index.keys([(place.group,)])
+            words += [repr(place.speed), place.member]
         return packed_command(self._scripts["release"].evalsha(names, words))
 
     def _released(self, reply: Reply) -> None:

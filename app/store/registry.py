@@ -438,7 +438,8 @@ class Registry:
     async def record_failure(self, url: str, rules: BreakerRules) -> None:
         """The node failed a request. Raises StoreUnavailable."""
         arguments: list[Argument] = [url, rules.threshold, round(rules.open_s * 1000), round(rules.longest_s * 1000)]
-        if await self._breaker("record_failure", url, arguments, self._keys.learned, self._keys.learned_since):
+        keys = self._keys
+        if await self._breaker("record_failure", url, arguments, keys.learned, keys.learned_since, keys.load_index):
             self._figures.count(BREAKER_CHANGES, url, Breaker.OPEN)
             log.warning("node %s: its breaker is open: too many requests failed there in a row", url)
 
@@ -458,7 +459,7 @@ class Registry:
         async def forget() -> None:
             async with self.redis.pipeline(transaction=True) as pipe:
                 pipe.hdel(keys.learned, url)
-                pipe.delete(keys.learned_since)
+                pipe.delete(keys.learned_since, keys.load_index)
                 await pipe.execute()
 
         await self.guarded(forget)

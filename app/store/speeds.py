@@ -1,8 +1,8 @@
 """How fast this worker's answers were: what its local decisions go by, and what it tells Redis to learn from.
 
 Owns the samples that are not told yet, and what this worker has learned from its own. It must not know connections or
-the rule (`app.balancing.learning`). Keys: nodes, unfinished, learned, learned_since, learning:* (through
-lua/learn_speeds.lua).
+the rule (`app.balancing.learning`). Keys: nodes, unfinished, learned, learned_since, learning:*, load_index, load_sums,
+load:<group> (through lua/learn_speeds.lua).
 
 As latencies they are figures: lost while Redis is away, told of a quarter of a second together.
 """
@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from app.balancing.learning import Learned, learn
 from app.store.keys import Keys
 from app.store.latencies import NODES_A_NOTE, NOTE_AFTER_S
+from app.store.load_index import LoadIndex
 from app.store.scripts import Argument, Script
 
 SAMPLES = 100
@@ -24,14 +25,22 @@ SHORTEST_S = 1e-6
 
 
 class Speeds:
-    """See the module. `counts`: this worker's unfinished ones, read; `send` gets commands, and may lose them."""
+    """See the module. `counts`: this worker's unfinished ones, read; `index` tells where nodes stand in the order of
+    loads; `send` gets commands, and may lose them."""
 
     def __init__(
-        self, *, keys: Keys, script: Script, counts: Mapping[str, int], send: Callable[[Sequence[Argument]], None]
+        self,
+        *,
+        keys: Keys,
+        script: Script,
+        counts: Mapping[str, int],
+        index: Callable[[], LoadIndex],
+        send: Callable[[Sequence[Argument]], None],
     ) -> None:
         self._keys = keys
         self._script = script
         self._counts = counts
+        self._index = index
         self._send = send
         self._learned: dict[str, Learned] = {}
         self._rates: dict[str, list[float]] = {}  # url -> work per second, oldest first, not told yet
@@ -68,11 +77,14 @@ class Speeds:
         now_s = time.monotonic()
         for url, rates in fresh.items():
             self._learned[url] = learn(self._learned.get(url), rates, self._counts.get(url, 0), now_s)
-        keys, urls = self._keys, list(fresh)
+        keys, urls, index = self._keys, list(fresh), self._index()
         for first in range(0, len(urls), NODES_A_NOTE):
             some = urls[first : first + NODES_A_NOTE]
-            arguments: list[Argument] = [""]
+            names = [keys.nodes, keys.unfinished, keys.learned, keys.learned_since, keys.load_index, keys.load_sums]
+            arguments: list[Argument] = ["", index.name if len(index) else ""]
             for url in some:
-                arguments += [url, len(fresh[url]), *(f"{rate:.6g}" for rate in fresh[url])]
-            names = [keys.nodes, keys.unfinished, keys.learned, keys.learned_since, *map(keys.learning, some)]
+                place = index.place(url)
+                names += [keys.learning(url), keys.load(place.group if place else 0)]
+                arguments += [url, repr(place.speed) if place else "", len(fresh[url])]
+                arguments += [f"{rate:.6g}" for rate in fresh[url]]
             self._send(self._script.evalsha(names, arguments))

@@ -144,7 +144,7 @@ class Shared:
         if not self._learns:
             return
         if request.failed:
-            names = [keys.node(url), keys.version, keys.failures, keys.learned, keys.learned_since]
+            names = [keys.node(url), keys.version, keys.failures, keys.learned, keys.learned_since, keys.load_index]
             self._run("HSET", keys.node(url), "state", "ready")
             failed = SCRIPTS["record_failure"]
             self._run("EVAL", failed.text, *failed.evalsha(names, [url, 1_000_000, 1, 1])[2:])
@@ -164,10 +164,11 @@ class Shared:
         for worker in [one for one, due_s in self._due_s.items() if due_s <= now_s]:
             due_s = self._due_s.pop(worker)
             samples, self._samples[worker] = self._samples[worker], {}
-            names = [keys.nodes, keys.unfinished, keys.learned, keys.learned_since, *map(keys.learning, samples)]
-            words: list[Any] = [round(due_s * 1000)]
+            names = [keys.nodes, keys.unfinished, keys.learned, keys.learned_since, keys.load_index, keys.load_sums]
+            words: list[Any] = [round(due_s * 1000), ""]
             for url, rates in samples.items():
-                words += [url, len(rates), *(f"{rate:.6g}" for rate in rates)]
+                names += [keys.learning(url), keys.load(0)]
+                words += [url, "", len(rates), *(f"{rate:.6g}" for rate in rates)]
             self._run(*self._scripts[2].evalsha(names, words))
 
 

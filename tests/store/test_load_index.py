@@ -6,6 +6,7 @@ What the scripts do with the order is held to a model in test_model.py.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from app.store import load_index as load_index_module
 from app.store.fields import node_to_fields
 from app.store.keys import Keys
 from app.store.ledger import Ticket
-from app.store.load_index import LARGE, LoadIndex
+from app.store.load_index import BY, LARGE, By, LoadIndex
 from app.store.snapshot import Pool, Snapshot
 from tests.store.harness import Worker, give_back, workers
 from tests.support.redis import Space
@@ -39,7 +40,7 @@ def snapshot(nodes: Sequence[Node]) -> Snapshot:
 
 
 def index_of(nodes: Sequence[Node]) -> LoadIndex:
-    return LoadIndex(KEYS, snapshot(nodes), by_load=True)
+    return LoadIndex(KEYS, snapshot(nodes), by=By.GIVEN)
 
 
 # --- groups ---------------------------------------------------------------------------------------
@@ -51,7 +52,7 @@ def test_nodes_with_the_same_models_are_one_group_in_whatever_order_they_name_th
     assert index.groups(index.snapshot.pool("m", Role.Hybrid)) == index.groups(index.snapshot.pool("n", Role.Hybrid))
     names, words = index.arguments()
     assert names == [KEYS.unfinished, KEYS.version, KEYS.load_index, KEYS.load(0)]
-    assert words[:2] + words[3:] == [7, index.name, LARGE, *(f"1.0 {one.url}" for one in nodes)]
+    assert words[:2] + words[3:] == [7, index.name, "given", LARGE, *(f"1.0 {one.url}" for one in nodes)]
 
 
 def test_a_model_of_two_kinds_of_nodes_has_both_groups() -> None:
@@ -106,8 +107,17 @@ def test_two_fleets_of_one_version_have_orders_of_two_names() -> None:
     assert one.name == index_of([node(n) for n in range(50)]).name
 
 
+def test_orders_by_given_and_by_learned_speeds_have_two_names() -> None:
+    """And the one by given speeds has that of before there were two, for workers of before."""
+    fleet = snapshot([node(n) for n in range(50)])
+    given, learned = (LoadIndex(KEYS, fleet, by=by) for by in By)
+    assert given.name != learned.name
+    text = "\n".join(["50", *(f"1.0 {url}" for url in fleet.nodes)])
+    assert given.name == f"7:{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+
+
 def test_where_the_strategy_goes_by_something_else_there_are_no_groups() -> None:
-    index = LoadIndex(KEYS, snapshot([node(n) for n in range(50)]), by_load=False)
+    index = LoadIndex(KEYS, snapshot([node(n) for n in range(50)]), by=None)
     assert len(index) == 0 and index.groups(index.snapshot.pool("m", Role.Hybrid)) == ()
 
 
@@ -127,6 +137,8 @@ async def register(space: Space, nodes: Sequence[Node], *known_by: Worker) -> No
         for one in nodes:
             pipe.sadd(keys.nodes, one.url)
             pipe.hset(keys.node(one.url), mapping=node_to_fields(one))
+        if known_by[0].ledger.learns:
+            pipe.hset(keys.learned, mapping={one.url: "1" for one in nodes})
         pipe.set(keys.version, version)
         pipe.execute()
     for worker in known_by:
@@ -139,13 +151,21 @@ def ordered(space: Space) -> bool:
 
 
 def placed(space: Space, group: int = 0) -> dict[str, float]:
-    """url -> load, as the order says."""
-    found = space.client.zrange(space.key(f"load:{group}"), 0, -1, withscores=True)
-    return {str(member).split(" ")[1]: score for member, score in found}  # type: ignore[union-attr]
+    """url -> unfinished by unit of speed, as the order says."""
+    found: Any = space.client.zrange(space.key(f"load:{group}"), 0, -1, withscores=True)
+    if space.cli("TYPE", space.key("load_sums")) == "hash":  # of speed 1, learned or not: n + 1, -1 / (n + 1)
+        found = [(member, score - 1 if score > 0 else round(-1 / score - 1, 9)) for member, score in found]
+    return {str(member).split(" ")[1]: score for member, score in found}
 
 
 def held_on(tickets: Sequence[Ticket]) -> Counter[str]:
     return Counter(ticket.url for ticket in tickets)
+
+
+@pytest.fixture(params=sorted(BY))
+def strategy(request: pytest.FixtureRequest) -> str:
+    """Each that goes by an order of loads; to what is learned all nodes are equal here, test_speeds.py has others."""
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -153,9 +173,9 @@ def settles_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger_module, "SETTLED_S", 0.0)
 
 
-async def test_all_workers_together_fill_a_large_fleet_evenly(redis: Space) -> None:
+async def test_all_workers_together_fill_a_large_fleet_evenly(redis: Space, strategy: str) -> None:
     nodes = [node(n) for n in range(100)]
-    async with workers(redis, 3) as made:
+    async with workers(redis, 3, strategy=strategy) as made:
         await register(redis, nodes, *made)
         tickets = [ticket for part in await asyncio.gather(*(worker.take(100) for worker in made)) for ticket in part]
         assert held_on(tickets) == {one.url: 3 for one in nodes}
@@ -185,9 +205,9 @@ async def test_load_is_unfinished_by_speed_over_all_groups_of_the_model(redis: S
         give_back(tickets)
 
 
-async def test_ties_are_broken_by_chance(redis: Space) -> None:
+async def test_ties_are_broken_by_chance(redis: Space, strategy: str) -> None:
     nodes = [node(n) for n in range(50)]
-    async with Worker(redis.url, redis.namespace, "w1") as worker:
+    async with Worker(redis.url, redis.namespace, "w1", strategy=strategy) as worker:
         await register(redis, nodes, worker)
         firsts: Counter[str] = Counter()
         for _ in range(1000):
@@ -197,7 +217,7 @@ async def test_ties_are_broken_by_chance(redis: Space) -> None:
         assert len(firsts) == 50 and max(firsts.values()) < 50  # 20 of each, 4.5 standard deviations: 40
 
 
-async def test_a_pair_is_taken_from_two_orders_in_one_step(redis: Space) -> None:
+async def test_a_pair_is_taken_from_two_orders_in_one_step(redis: Space, strategy: str) -> None:
     prefill = [node(n, role=Role.Prefill) for n in range(45)]
     decode = [node(100 + n, role=Role.Decode) for n in range(45)]
 
@@ -205,7 +225,7 @@ async def test_a_pair_is_taken_from_two_orders_in_one_step(redis: Space) -> None
         of_role = [lambda snapshot, role=role: snapshot.pool("m", role) for role in (Role.Prefill, Role.Decode)]
         return await worker.ledger.acquire_each(*of_role)
 
-    async with workers(redis, 2) as made:
+    async with workers(redis, 2, strategy=strategy) as made:
         await register(redis, [*prefill, *decode], *made)
         pairs = await asyncio.gather(*(pair(worker) for worker in made for _ in range(45)))
         assert held_on([one for one, _ in pairs]) == {one.url: 2 for one in prefill}
@@ -214,9 +234,9 @@ async def test_a_pair_is_taken_from_two_orders_in_one_step(redis: Space) -> None
         give_back([ticket for two in pairs for ticket in two])
 
 
-async def test_the_order_follows_a_fleet_that_changes(redis: Space) -> None:
+async def test_the_order_follows_a_fleet_that_changes(redis: Space, strategy: str) -> None:
     nodes = [node(n) for n in range(60)]
-    async with workers(redis, 2) as made:
+    async with workers(redis, 2, strategy=strategy) as made:
         await register(redis, nodes, *made)
         tickets = await made[0].take(60)
         await register(redis, [node(200), node(201)], *made)
@@ -242,10 +262,10 @@ async def test_a_fleet_that_changes_all_the_time_is_looked_at_one_by_one(
         assert ordered(redis)
 
 
-async def test_who_changes_counts_beside_the_order_takes_it_away(redis: Space) -> None:
+async def test_who_changes_counts_beside_the_order_takes_it_away(redis: Space, strategy: str) -> None:
     """A retry has candidates of its own."""
     nodes = [node(n) for n in range(60)]
-    async with workers(redis, 2) as made:
+    async with workers(redis, 2, strategy=strategy) as made:
         await register(redis, nodes, *made)
         tickets = await made[0].take(60)
         assert ordered(redis)
@@ -275,17 +295,20 @@ async def test_who_changes_counts_beside_the_order_takes_it_away(redis: Space) -
         ("DEL", "load_index"),
         ("SET", "load_index", "rubbish"),
         ("HSET", "load_index", "f", "x"),
+        ("DEL", "load_sums"),
+        ("SET", "load_sums", "x"),
+        ("SET", "learned", "x"),
         ("FLUSHALL",),
     ],
     ids=" ".join,
 )
 async def test_what_somebody_does_to_the_order_is_mended(
-    redis: Space, monkeypatch: pytest.MonkeyPatch, damage: tuple[str, ...]
+    redis: Space, monkeypatch: pytest.MonkeyPatch, strategy: str, damage: tuple[str, ...]
 ) -> None:
     """At once where a request meets it, else when the order expires."""
     monkeypatch.setattr(load_index_module, "LIFETIME_MS", 1000)
     nodes = [node(n) for n in range(60)]
-    async with workers(redis, 2) as made:
+    async with workers(redis, 2, strategy=strategy) as made:
         await register(redis, nodes, *made)
         tickets = await made[0].take(60)
         if damage[0] == "FLUSHALL":

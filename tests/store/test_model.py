@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 
 from app.balancing import DECIDE_BY_LEARNED, POLICIES, Candidate
 from app.store.keys import Keys
+from app.store.load_index import BY, By
 from app.store.scripts import load_scripts
 from tests.support.redis import PrivateRedis
 
@@ -49,7 +50,7 @@ def order_of(version: int) -> str:
 
 urls = st.sampled_from(URLS)
 names = st.sampled_from(WORKERS)
-draws = st.tuples(st.sampled_from([0.0, 0.4, 0.7, 0.99]), st.sampled_from([0.05, 0.5]))
+draws = st.tuples(st.sampled_from([0.0, 0.4, 0.7, 0.99]), st.sampled_from([0.001, 0.05, 0.5]))
 pools = st.lists(urls, min_size=1, max_size=3, unique=True)
 
 
@@ -105,6 +106,7 @@ class Machine(RuleBasedStateMachine):
         self.generations = 0
         self.damaged = False  # somebody deleted or edited what counts
         self.misplaced = False  # the same, since the loads were last ordered
+        self.by = By.GIVEN  # what they are ordered by
         self.copy: tuple[Shared, dict[str, bytes]] | None = None
         self.copy_damaged = False
         client.flushall()
@@ -155,7 +157,7 @@ class Machine(RuleBasedStateMachine):
         """The node it was counted on, None where it was refused."""
         keys = [*self.counting_keys(worker), self.keys.version, self.keys.latency_mean, self.keys.explored]
         keys += [self.keys.load_index, self.keys.learned, self.keys.learned_since]
-        since = [""] if policy in DECIDE_BY_LEARNED else []
+        since, learned = [""] if policy in DECIDE_BY_LEARNED else [], self.learned()
         said = [*since, len(pool), *pool, *(repr(SPEEDS[url]) for url in pool), *map(repr, two)]
         reply = self.run(f"acquire_{policy}", keys, [worker, generation, version, *said])
         model = self.model
@@ -166,11 +168,13 @@ class Machine(RuleBasedStateMachine):
             assert reply == [2, model.version]
             return None
         candidates = [
-            Candidate(SPEEDS[url], model.unfinished.get(url, 0), model.mean(url), model.explored.get(url, 0))
+            Candidate(
+                SPEEDS[url], model.unfinished.get(url, 0), model.mean(url), model.explored.get(url, 0), learned.get(url)
+            )
             for url in pool
         ]
         index, exploring = POLICIES[policy](candidates, two)
-        assert reply == [0, model.version, index + 1]
+        assert reply[:3] == [0, model.version, index + 1]
         url = pool[index]
         model.count(url, 1)
         ledger = model.ledgers.setdefault(worker, {})
@@ -188,7 +192,7 @@ class Machine(RuleBasedStateMachine):
         if off_by is None:
             words.append("")
         else:
-            keys.append(self.keys.load(GROUP_OF[url]))
+            keys += [self.keys.load(GROUP_OF[url]), *self.more_keys]
             words += [order_of(self.model.version + off_by), repr(SPEEDS[url]), MEMBERS[url]]
         code, version = self.run("release", keys, words)
         model = self.model
@@ -223,10 +227,35 @@ class Machine(RuleBasedStateMachine):
             model.explored.pop(url, None)
             model.last_success.add(url)
 
+    def learned(self) -> dict[str, float]:
+        """What they are is tested elsewhere; here, that decisions go by those of the moment."""
+        return {url: float(speed) for url, speed in texts(self.client.hgetall(self.keys.learned)).items()}
+
+    @property
+    def more_keys(self) -> list[str]:
+        """Behind those of the groups."""
+        return [self.keys.learned, self.keys.load_sums] if self.by == By.LEARNED else []
+
+    @rule(
+        fresh=st.dictionaries(urls, st.sampled_from([1.0, 3.0, 700.0]), min_size=1), off_by=st.sampled_from([0, 0, 1])
+    )
+    def learn(self, fresh: dict[str, float], off_by: int) -> None:
+        """`off_by`: of the registry version in which the nodes' groups were looked for."""
+        keys = self.keys
+        off_by = off_by or int(self.by == By.GIVEN)  # who learns knows no order by given speeds
+        names = [keys.nodes, keys.unfinished, keys.learned, keys.learned_since, keys.load_index, keys.load_sums]
+        words: list[Any] = ["", order_of(self.model.version + off_by)]
+        for url, rate in fresh.items():
+            names += [keys.learning(url), keys.load(GROUP_OF[url])]
+            words += [url, repr(SPEEDS[url]), 1, repr(rate)]
+        assert self.run("learn_speeds", names, words) == [0]
+        assert fresh.keys() & self.model.nodes.keys() <= self.learned().keys()
+
     # --- requests ---------------------------------------------------------------------------------
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(by=st.sampled_from(By))
+    def begin(self, by: By = By.GIVEN) -> None:
+        self.by = by
         for worker in WORKERS[:2]:
             self.join(worker)
         for url in URLS[:2]:
@@ -263,10 +292,11 @@ class Machine(RuleBasedStateMachine):
             self.keys.version,
             self.keys.load_index,
             *map(self.keys.load, range(len(GROUPS))),
+            *self.more_keys,
         ]
         words = [word for group in GROUPS for word in (len(group), *map(MEMBERS.__getitem__, group))]
         version = self.model.version + off_by
-        reply = self.run("index_loads", names, [version, order_of(version), 600_000, *words])
+        reply = self.run("index_loads", names, [version, order_of(version), 600_000, self.by, *words])
         assert reply == [2 if off_by else 8 if ordered else 0, self.model.version]
         assert self.ordered() or off_by
 
@@ -276,21 +306,28 @@ class Machine(RuleBasedStateMachine):
     @rule(
         worker=names,
         wanted=st.lists(st.sampled_from([(0,), (1,), (0, 1)]), min_size=1, max_size=2),
-        draw=st.sampled_from([0.0, 0.4, 0.7, 0.99]),
+        two=draws,
         off_by=st.sampled_from([0, 0, 0, 1]),
     )
-    def acquire_least_loaded(self, worker: str, wanted: list[tuple[int, ...]], draw: float, off_by: int) -> None:
+    def acquire_least_loaded(
+        self, worker: str, wanted: list[tuple[int, ...]], two: tuple[float, float], off_by: int
+    ) -> None:
         """One pool for each of `wanted`, which is some groups."""
         model, truth, ordered = self.model, self.truth[worker], self.ordered()
         if not truth.alive:
             return
         flat = [number for groups in wanted for number in groups]
         names = [*self.counting_keys(worker), self.keys.version, self.keys.load_index, *map(self.keys.load, flat)]
-        words = [word for groups in wanted for word in (len(groups), repr(draw))]
+        names += self.more_keys
+        words = [
+            word for groups in wanted for word in (len(groups), *map(repr, two if self.by == By.LEARNED else two[:1]))
+        ]
+        placed, learned = self.placed(), self.learned()
+        (policy,) = [name for name, by in BY.items() if by == self.by]
         reply: list[Any] = self.run(
             "acquire_least_loaded",
             names,
-            [worker, truth.generation, model.version + off_by, order_of(model.version), *words],
+            [worker, truth.generation, model.version + off_by, order_of(model.version), self.by, *words],
         )
         if model.sessions.get(worker) != truth.generation:
             assert reply == [1, model.version]
@@ -303,16 +340,30 @@ class Machine(RuleBasedStateMachine):
             assert reply[:2] == [0, model.version]
             chosen = [member.decode().split(" ")[1] for member in reply[2:]]
             for groups, url in zip(wanted, chosen, strict=True):
-                loads = {u: model.unfinished.get(u, 0) / SPEEDS[u] for number in groups for u in GROUPS[number]}
-                ties = [u for u in loads if loads[u] == min(loads.values())]  # members sort as URLs within a speed
+                # As the policy, to which they are given as they stand: so is their order among equals.
+                in_order = sorted(
+                    (u for number in groups for u in GROUPS[number]), key=lambda u: (GROUP_OF[u], placed[u], MEMBERS[u])
+                )
+                candidates = [
+                    Candidate(SPEEDS[u], model.unfinished.get(u, 0), learned=learned.get(u)) for u in in_order
+                ]
                 if not self.misplaced:
-                    in_order = sorted(ties, key=lambda u: (GROUP_OF[u], MEMBERS[u]))
-                    assert url == in_order[int(draw * len(ties))]
+                    assert url == in_order[POLICIES[policy](candidates, two)[0]]
             for url in chosen:
                 model.count(url, 1)
                 ledger = model.ledgers.setdefault(worker, {})
                 ledger[url] = ledger.get(url, 0) + 1
                 truth.counts[url] = truth.counts.get(url, 0) + 1
+
+    def placed(self) -> dict[str, float]:
+        """Where each node must stand: by learned speeds those that are not learned before all others."""
+        counts, learned = self.model.unfinished, self.learned()
+        if self.by == By.GIVEN:
+            return {url: counts.get(url, 0) / speed for url, speed in SPEEDS.items()}
+        return {
+            url: (counts.get(url, 0) + 1) / learned[url] if url in learned else -speed / (counts.get(url, 0) + 1)
+            for url, speed in SPEEDS.items()
+        }
 
     @invariant()
     def compare_order(self) -> None:
@@ -320,10 +371,16 @@ class Machine(RuleBasedStateMachine):
         if not self.ordered():
             self.misplaced = self.misplaced and self.client.exists(self.keys.load_index) == 1
         elif not self.misplaced:
+            placed, learned = self.placed(), self.learned()
             for number, group in enumerate(GROUPS):
                 found = self.client.zrange(self.keys.load(number), 0, -1, withscores=True)
-                loads = {MEMBERS[url]: self.model.unfinished.get(url, 0) / SPEEDS[url] for url in group}
-                assert {member.decode(): score for member, score in found} == loads
+                assert {member.decode(): score for member, score in found} == {
+                    MEMBERS[url]: placed[url] for url in group
+                }
+                if self.by == By.LEARNED:
+                    total = sum(learned[url] / SPEEDS[url] for url in group if url in learned)
+                    kept = float(self.client.hget(self.keys.load_sums, self.keys.load(number)))
+                    assert kept == pytest.approx(total, rel=1e-9)
 
     @rule(worker=names, pool=pools, two=draws, off_by=st.sampled_from([-1, 1]))
     def acquire_with_another_version(self, worker: str, pool: list[str], two: tuple[float, float], off_by: int) -> None:
@@ -440,12 +497,12 @@ class Machine(RuleBasedStateMachine):
             model.version = 0
         elif name == "nodes":
             self.forget_the_set_of_nodes()
-        elif name.startswith("load") or name == "restating":
+        elif name.startswith(("load", "learn")) or name == "restating":
             pass
         else:
             getattr(model, name).clear()
         self.damaged |= name in ("unfinished", "workers") or name.startswith("unfinished:")
-        self.misplaced |= name == "unfinished" or name.startswith("load:")
+        self.misplaced |= name in ("unfinished", "learned", "load_sums") or name.startswith("load:")
 
     def forget_the_set_of_nodes(self) -> None:
         # Hashes without their member in the set are nobody's: away with them, here and there.
@@ -596,6 +653,7 @@ class Machine(RuleBasedStateMachine):
         model = self.model
         arguments = [url, THRESHOLD, 0, 60_000]
         names = [self.keys.node(url), *self.breaker_keys, self.keys.learned, self.keys.learned_since]
+        names.append(self.keys.load_index)
         reply = self.run("record_failure", names, arguments)
         node = model.nodes.get(url)
         if not node:  # a deleted hash is no node
@@ -802,10 +860,11 @@ def test_the_shared_state_is_what_the_model_says_after_every_step(raw_client: re
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_order_of_loads_is_right_whatever_changes_counts(raw_client: redis_client.Redis, seed: int) -> None:
+@pytest.mark.parametrize("by", By)
+def test_the_order_of_loads_is_right_whatever_changes_counts(raw_client: redis_client.Redis, by: By, seed: int) -> None:
     """Steps that concern it only: among all others it would be made too seldom."""
     machine, rng = Machine(raw_client), random.Random(seed)
-    machine.begin()
+    machine.begin(by)
 
     def release(off_by: int | None = 0) -> None:
         worker = rng.choice(WORKERS)
@@ -820,7 +879,16 @@ def test_the_order_of_loads_is_right_whatever_changes_counts(raw_client: redis_c
 
     def acquire() -> None:
         wanted = rng.choice([[(0,)], [(1,)], [(0, 1)], [(0,), (1,)]])
-        machine.acquire_least_loaded(rng.choice(WORKERS), wanted, rng.choice([0.0, 0.4, 0.7, 0.99]), 0)
+        two = rng.choice([0.0, 0.4, 0.7, 0.99]), rng.choice([0.001, 0.05, 0.5, 0.9])
+        machine.acquire_least_loaded(rng.choice(WORKERS), wanted, two, 0)
+
+    def learn(off_by: int = 0) -> None:
+        machine.learn({rng.choice(URLS): 100 * rng.random()}, off_by)
+
+    def come_back() -> None:
+        """As `Registry._to_show_its_speed`."""
+        machine.client.hdel(machine.keys.learned, rng.choice(URLS))
+        machine.client.delete(machine.keys.learned_since, machine.keys.load_index)
 
     def acquire_by_arguments() -> None:
         two = (rng.random(), 0.5)
@@ -856,11 +924,15 @@ def test_the_order_of_loads_is_right_whatever_changes_counts(raw_client: redis_c
         lambda: machine.join(rng.choice(WORKERS)),
         lambda: machine.client.delete(machine.keys.load(0)) and setattr(machine, "misplaced", True),
     ]
+    often = [acquire, release]
+    if by == By.LEARNED:
+        seldom += [come_back, come_back, lambda: learn(1), lambda: machine.fail_a_connection(rng.choice(URLS))]
+        often = [acquire, acquire, release, release, learn]
     chosen = 0
     for _ in range(1200):
         if not machine.ordered() and rng.random() < 0.5:
             machine.order_loads(0)
-        (rng.choice(seldom) if rng.random() < 0.15 else rng.choice([acquire, release]))()
+        (rng.choice(seldom) if rng.random() < 0.15 else rng.choice(often))()
         machine.compare_counts()
         machine.compare_order()
         chosen += machine.ordered() and not machine.misplaced

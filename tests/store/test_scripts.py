@@ -484,8 +484,9 @@ async def test_the_pages_commands_work_and_no_key_is_missing_from_it(own_redis: 
             learning.ledger._speeds.note()  # type: ignore[union-attr]
             (await learning.ledger.acquire(lambda snapshot: snapshot.only(url))).release(succeeded=False)
             space.cli("PERSIST", space.key("learned_since"))
-        names = [keys.unfinished, keys.version, keys.load_index, keys.load(0)]
-        await worker.registry.run("index_loads", names, [version, f"{version}:ab12", 60_000, 1, f"1.0 {url}"])
+        names = [keys.unfinished, keys.version, keys.load_index, keys.load(0), keys.learned, keys.load_sums]
+        ordering = [version, f"{version}:ab12", 60_000, "learned", 1, f"1.0 {url}"]
+        await worker.registry.run("index_loads", names, ordering)
         for key, (type_, _, example) in KEY_ROWS.items():
             words = shlex.split(ticked(example)[0])
             assert words[0] == "redis-cli"
