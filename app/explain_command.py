@@ -59,10 +59,10 @@ def _ask(deployment: Deployment, model: str) -> dict[str, Any]:
     except UnknownModel as e:
         known = [str(name) for name in deployment.state()["models"]]
         if not known:
-            raise CommandError(f"no node was ever registered with the model {printable(model)}, nor any other") from e
+            raise CommandError(f"no node is registered with the model {printable(model)}, nor any other") from e
         near = nearest(model, known)
         raise CommandError(
-            f"no node was ever registered with the model {printable(model)}; "
+            f"no node is registered with the model {printable(model)}; "
             + (f"did you mean {printable(near)}? " if near else "")
             + f"there {'is' if len(known) == 1 else 'are'} {_named(known)}"
         ) from e

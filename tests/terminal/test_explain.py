@@ -89,8 +89,7 @@ def test_an_unknown_model_is_one_line_that_names_the_known_ones(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
-        "evenhand explain: no node was ever registered with the model lama; did you mean llama? "
-        "there are llama, qwen?[2J\n"
+        "evenhand explain: no node is registered with the model lama; did you mean llama? there are llama, qwen?[2J\n"
     )
 
 
