@@ -34,7 +34,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.access_keys import KeysFileError, access_key, read_keys
 from app.config_file import ConfigFile, others_can_read, read_config
-from app.discovery.sources import Source, parse_source
+from app.discovery.sources import FileSource, Source, parse_source
 from app.errors import BadRequest, ConfigurationError
 from app.nearest import nearest
 from app.nodes import Role, normalise_url
@@ -820,7 +820,16 @@ def warnings_of(settings: Settings, sources: Mapping[str, str]) -> list[str]:
     ]
     if "log_sample" in sources and settings.log_requests != "all":
         found.append("--log-sample has no effect without --log-requests all")
-    return found
+    files = [source for source in settings.sources if isinstance(source, FileSource)]
+    return found + [_absent(source) for source in files if not os.path.exists(source.path)]
+
+
+def _absent(source: FileSource) -> str:
+    line = f"--discover {source.name}: there is no file {source.path} yet"
+    if not source.label:
+        return line
+    meant = f"/{source.label}{source.path}"
+    return f"{line}; {source.label} is a name that stands before the path, and {meant} is written file://{meant}"
 
 
 def flag_of(name: str) -> str:

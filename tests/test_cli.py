@@ -447,7 +447,7 @@ class Served:
     def __init__(self, state_dir: Path, log_file: Path, *words: str) -> None:
         words = ("--server-name", "127.0.0.1", "--server-port", "0", "--state-dir", str(state_dir), *words)
         self.process = Process([*EVENHAND, "serve", *words], log_file=log_file, cwd=ROOT)
-        eventually(lambda: "Ctrl-C stops all of it." in self.process.log(), within_s=30)
+        eventually(lambda: "Ctrl-C stops all that this command has started." in self.process.log(), within_s=30)
         self.greeting = self.process.log()
         self.url = re.search(r"serves (http://\S+) with", self.greeting)[1]  # type: ignore[index]
 
