@@ -497,7 +497,7 @@ class Settings(BaseSettings):
         validation_alias=_environment_names(
             "EVENHAND_HEARTBEAT_EXPIRATION_S", "LMDEPLOY_CONTROLLER_HEART_BEAT_EXPIRATION"
         ),
-        description="Seconds after which a node that is down is gone from the lists; it is still probed.",
+        description="Seconds after which a node that is down or pending is gone from the lists; it is still probed.",
     )
     forget_after_s: Wait = Field(
         86400.0, description="Seconds after which a gone node is forgotten; engines register once in their life."

@@ -156,9 +156,9 @@ class View:
         alone = self._ledger if trouble is not None else None
         shunned = {url for url in snapshot.nodes if alone is not None and alone.shuns(url)}
         return {
-            "alias": alias if alias != model else None,
             **_of_redis(trouble),
             **explanation(snapshot, model, arrangement, counts, shunned),
+            "alias": alias if alias != model else None,
         }
 
     async def watch(self) -> None:
