@@ -16,6 +16,7 @@ import hashlib
 import logging
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ log = logging.getLogger("evenhand.keys")
 LOOK_EVERY_S = 0.5
 """A key that is taken out of the file is refused by every worker within three of these: a change is read when it has
 been the same for one look."""
+LIMIT_BYTES = 2**24
+"""Some hundred thousand keys. Whatever else it is was named by mistake."""
 _HASHED = re.compile(r"sha256:([0-9A-Fa-f]{64})").fullmatch
 _VISIBLE = re.compile(r"[!-~]+").fullmatch
 _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII).fullmatch
@@ -78,24 +81,39 @@ def digest_of(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def read_keys(path: Path) -> tuple[AccessKey, ...]:
+def read_keys(path: Path, *, for_admins: bool = False) -> tuple[AccessKey, ...]:
     """The keys of a file: one a line, or TOML with a `[[keys]]` for each.
 
     Raises:
         KeysFileError: it can't be read, has no key, or anything in it is wrong.
     """
-    try:
-        text = path.read_text()
-    except OSError as e:
-        raise KeysFileError(f"{path}: can't be read: {e.strerror}") from e
-    except UnicodeDecodeError as e:
-        raise KeysFileError(f"{path}: is no UTF-8 text") from e
+    text = _text(path)
     found = _tables(path, text) if _TABLE(text) else _lines(path, text)
     if not found:
         raise KeysFileError(f"{path}: has no key")
     if len({key.digest for key in found}) < len(found):
         raise KeysFileError(f"{path}: has a key twice")
+    if for_admins and any(key.models is not None for key in found):
+        raise KeysFileError(f"{path}: an admin key has no models: it is for nodes")
     return tuple(found)
+
+
+def _text(path: Path) -> str:
+    try:
+        # Without blocking: a pipe in its place must not hold a thread, and with it the worker's end.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise KeysFileError(f"{path}: is no regular file")
+            text = file.read(LIMIT_BYTES + 1)
+    except OSError as e:
+        raise KeysFileError(f"{path}: can't be read: {e.strerror}") from e
+    if len(text) > LIMIT_BYTES:
+        raise KeysFileError(f"{path}: is longer than {LIMIT_BYTES} bytes")
+    try:
+        return text.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise KeysFileError(f"{path}: is no UTF-8 text") from e
 
 
 def _lines(path: Path, text: str) -> list[AccessKey]:
@@ -115,7 +133,7 @@ def _lines(path: Path, text: str) -> list[AccessKey]:
 def _tables(path: Path, text: str) -> list[AccessKey]:
     try:
         members = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
+    except (ValueError, RecursionError) as e:  # not only the library's own errors come out of it
         raise KeysFileError(f"{path}: is no TOML: {e}") from None
     keys = members.pop("keys", [])
     if members or not isinstance(keys, list):
@@ -153,8 +171,9 @@ def _texts(value: object) -> bool:
 class KeysFile:
     """A file of keys as it was when it was last right. `keys` is empty until `look` has once returned True."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, for_admins: bool = False) -> None:
         self.path = path
+        self._for_admins = for_admins
         self.keys: tuple[AccessKey, ...] = ()
         self._file = LookedAt(path)
         self._told = ""
@@ -167,7 +186,7 @@ class KeysFile:
         try:
             if not self._file.is_due():
                 return False
-            keys = read_keys(self.path)
+            keys = read_keys(self.path, for_admins=self._for_admins)
             if not self._file.take(os.stat(self.path)):
                 return False
         except OSError as e:
@@ -207,7 +226,10 @@ class KeyRing:
         admin_file: Path | None = None,
     ) -> None:
         self._given = tuple(map(access_key, api)), tuple(map(access_key, admin))
-        self._files = tuple(None if path is None else KeysFile(path) for path in (api_file, admin_file))
+        self._files = (
+            None if api_file is None else KeysFile(api_file),
+            None if admin_file is None else KeysFile(admin_file, for_admins=True),
+        )
         self.api: tuple[AccessKey, ...] = ()
         self.admin: tuple[AccessKey, ...] = ()
         self._collect()
@@ -239,8 +261,8 @@ class KeyRing:
         return not all(file.keys for file in files)
 
     def _collect(self) -> None:
-        # Those of a file last: they may say more of a key that is given twice.
+        # Those of a file last: they may say more of a key that is given twice, and then only that counts.
         self.api, self.admin = (
-            (*given, *(file.keys if file is not None else ()))
+            tuple({key.digest: key for key in (*given, *(file.keys if file is not None else ()))}.values())
             for given, file in zip(self._given, self._files, strict=True)
         )

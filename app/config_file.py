@@ -46,14 +46,14 @@ def read_config(path: Path, names: Collection[str], tables: Mapping[str, str]) -
         tables: of those that are written as a table, the table's name -> the field.
     """
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8-sig")
     except OSError as e:
         return ConfigFile(path, faults=[f"{path}: can't be read: {e.strerror}"])
     except UnicodeDecodeError:
         return ConfigFile(path, faults=[f"{path}: is no UTF-8 text"])
     try:
         members = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
+    except (ValueError, RecursionError) as e:  # not only the library's own errors come out of it
         return ConfigFile(path, faults=[f"{path}: is no TOML: {e}"])
     found = ConfigFile(path)
     places = _places(text)
@@ -99,7 +99,7 @@ def _places(text: str) -> dict[str, int]:
     for number, line in enumerate(text.splitlines(), 1):
         try:
             header = tomllib.loads(line) if line.lstrip().startswith("[") else {}
-        except tomllib.TOMLDecodeError:  # a line of a list
+        except (ValueError, RecursionError):  # a line of a list
             header = {}
         if header:
             in_table = True

@@ -177,8 +177,8 @@ def _check_keys_file(value: Path) -> Path:
 
 
 def _check_admin_keys_file(value: Path) -> Path:
-    if SOURCES_VARIABLE not in os.environ and any(key.models is not None for key in read_keys(value)):
-        raise KeysFileError(f"{value}: an admin key has no models: it is for nodes")
+    if SOURCES_VARIABLE not in os.environ:
+        read_keys(value, for_admins=True)
     return value
 
 
@@ -902,7 +902,7 @@ def tls_towards_engines(settings: Settings) -> ssl.SSLContext | None:
         context = ssl.create_default_context()
     if shows:
         files = {"--engine-key-file": settings.engine_key_file, "--engine-cert-file": settings.engine_cert_file}
-        load_tls_files("engine_cert_file", context, files)
+        load_tls_files("engine_cert_file" if settings.engine_cert_file else "engine_key_file", context, files)
     return context
 
 

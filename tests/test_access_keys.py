@@ -66,6 +66,9 @@ def test_tables_have_names_and_models(file: Path) -> None:
         ("sk-1\nsk-2\nsk-1\n", "FILE: has a key twice"),
         (f"sk-team-a\n{HASH_A}\n", "FILE: has a key twice"),
         ("[[keys]\n", "FILE: is no TOML: "),
+        ("keys = " + "[" * 5000, "FILE: is no TOML: "),
+        ("keys = 1" + "0" * 5000, "FILE: is no TOML: "),
+        ("sk-1\n" * 4_000_000, "FILE: is longer than 16777216 bytes"),
         ('[[keys]]\nname = "a"\n', "FILE: key 1: needs key or hash, one of them, a text"),
         (f'[[keys]]\nkey = "hush"\nhash = "{HASH_A}"\n', "FILE: key 1: needs key or hash, one of them, a text"),
         (
@@ -99,6 +102,22 @@ def test_a_wrong_or_absent_file_is_an_error_at_start(file: Path, monkeypatch: py
         Settings.load({"admin_keys_file": str(file)})
 
 
+@pytest.mark.timeout(5)
+def test_what_is_no_file_is_an_error_and_holds_nobody_up(file: Path, tmp_path: Path) -> None:
+    os.mkfifo(file)
+    for path in (file, Path("/dev/zero")):
+        with pytest.raises(KeysFileError, match="is no regular file"):
+            read_keys(path)
+    with pytest.raises(KeysFileError, match="Is a directory"):
+        read_keys(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["sk-1\r\nsk-2\r\n", '[[keys]]\r\nkey = "sk-1"\r\n[[keys]]\r\nkey = "sk-2"\r\n'])
+def test_a_file_may_be_written_as_windows_does(file: Path, text: str) -> None:
+    file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert read_keys(file) == (access_key("sk-1"), access_key("sk-2"))
+
+
 # --- read again
 
 
@@ -106,6 +125,17 @@ def changed(watched: KeysFile) -> bool:
     """Whether its keys are others after the look that sees it and the one that finds it the same."""
     assert not watched.look(), "it may be written still"
     return watched.look()
+
+
+def test_a_file_of_admin_keys_has_no_models_when_it_is_read_again_either(file: Path) -> None:
+    file.write_text("sk-admin\n")
+    age(file)
+    watched = KeysFile(file, for_admins=True)
+    assert watched.look()
+    file.write_text('[[keys]]\nkey = "sk-team"\nmodels = ["m"]\n')
+    assert not changed(watched) and watched.keys == (access_key("sk-admin"),)
+    ring = KeyRing(admin_file=file)
+    assert ring._look() and not ring.admin  # nor does a worker that starts now take it
 
 
 def test_a_file_is_read_again_when_it_changes_and_only_then(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +170,7 @@ def test_a_replaced_file_and_a_swapped_link_are_seen(tmp_path: Path, file: Path)
     assert changed(watched) and watched.keys == (access_key("sk-3"),)
 
 
-@pytest.mark.parametrize("broken", [None, "", "# emptied\n", "sk 1\n", "[[keys]\n", "\ud800"])
+@pytest.mark.parametrize("broken", [None, "", "# emptied\n", "sk 1\n", "[[keys]\n", "\ud800", "keys = " + "[" * 5000])
 def test_a_broken_file_changes_nothing_and_is_told_once(
     file: Path, broken: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -217,6 +247,14 @@ def test_a_key_for_some_models_is_no_admin_key_and_opens_no_door_to_others(file:
     who.check_admin(bearer("sk-all"), STRANGER)
     with pytest.raises(Forbidden):
         who.check_admin(bearer("sk-few"), STRANGER)
+
+
+def test_a_key_that_a_file_limits_is_no_admin_key_though_a_setting_has_it_too(file: Path) -> None:
+    file.write_text('[[keys]]\nkey = "sk-1"\nmodels = ["m"]\n')
+    ring = KeyRing(api=["sk-1"], api_file=file)
+    asyncio.run(ring.start())
+    with pytest.raises(Forbidden):
+        Authority(ring, trusted_networks=()).check_admin(bearer("sk-1"), STRANGER)
 
 
 def test_a_key_for_some_models_is_told_the_same_of_all_others() -> None:

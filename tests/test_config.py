@@ -139,6 +139,17 @@ def test_an_absent_file_and_one_that_is_no_text_are_told(tmp_path: Path) -> None
     assert faults(tmp_path / "absent.toml") == ["FILE: can't be read: No such file or directory"]
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     assert faults(tmp_path / "binary.toml") == ["FILE: is no UTF-8 text"]
+    for odd in ("x = " + "[" * 5000, "workers = 1" + "0" * 5000):
+        (tmp_path / "odd.toml").write_text(odd)
+        (fault,) = faults(tmp_path / "odd.toml")
+        assert fault.startswith("FILE: is no TOML: ")
+
+
+def test_the_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "evenhand.toml"
+    path.write_bytes(b"\xef\xbb\xbfworkers = 5\r\nretries = 6\r\n")
+    settings = Settings.load({"config": str(path)})
+    assert (settings.workers, settings.retries) == (5, 6)
 
 
 def test_a_wrong_secret_in_the_file_is_not_repeated(write: Write) -> None:

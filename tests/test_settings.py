@@ -333,7 +333,8 @@ def test_what_engines_are_shown_is_a_pair_of_files(tmp_path: Path) -> None:
     assert (settings.engine_key_file, settings.engine_cert_file) == (key, chain)
     for lacking, name in (("engine_key_file", "--engine-key-file"), ("engine_cert_file", "--engine-cert-file")):
         one = {field: path for field, path in both.items() if field != lacking}
-        assert complaint(one).endswith(f"needs {name}: set it to the path of a PEM file")
+        (there,) = ("--" + field.replace("_", "-") for field in one)
+        assert complaint(one) == f"{there}: needs {name}: set it to the path of a PEM file"
     chain.write_text("no certificate")
     assert "are not a pair of PEM files" in complaint(both)
 

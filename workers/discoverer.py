@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from app.discovery.listing import Drain, Reader, ReadFailed, Reading, Register, decide, own
+from app.discovery.listing import NO_LONGER, Drain, Listed, Reader, ReadFailed, Reading, Register, decide, own
+from app.nodes import Node
 from app.store.keys import Keys
 from app.store.registry import Registry
 from workers.lease import Lease
@@ -21,8 +22,11 @@ log = logging.getLogger("evenhand.discovery")
 TURN_S = 1.0
 LEASE_MS = 10_000
 """A look may take seconds. A dead holder is followed within this time and one turn; its nodes serve meanwhile."""
-RENEW_S = 2.0
-"""The lease, while many changes are made."""
+CHANGES_S = 2.0
+"""What a turn's changes may take: a list that was a mistake can be taken back before all of it has been done, and the
+lease stays the holder's."""
+AT_ONCE = 100
+"""Nodes that are registered together: reading the registry, here and in each worker, costs more than a change."""
 
 
 class Discoverer:
@@ -104,36 +108,54 @@ class Discoverer:
         return {url for url, since in self._missing.items() if self._read_at_s - since >= self._reader.patience_s}
 
     async def _follow(self, last: Reading) -> None:
-        registry = self._registry
+        """As much as CHANGES_S allows; the rest is decided anew in the next turn, by what is listed then."""
+        registry, time = self._registry, asyncio.get_running_loop().time
         snapshot = registry.snapshot
         gone = self._gone(last)
-        for step in list(decide(self._reader.name, last.nodes, gone, snapshot.nodes, snapshot.engine_keys)):
-            if asyncio.get_running_loop().time() - self.lease.renewed_s > RENEW_S and not await self.lease.hold():
-                return
-            if isinstance(step, Register):
-                await self._register(step)
+        steps = list(decide(self._reader.name, last.nodes, gone, snapshot.nodes, snapshot.engine_keys))
+        # The look may have taken long.
+        if not steps or (time() - self.lease.renewed_s > CHANGES_S and not await self.lease.hold()):
+            return
+        until_s = time() + CHANGES_S
+        new = [step.listed for step in steps if isinstance(step, Register)]
+        old = [step for step in steps if isinstance(step, Drain)]
+        while new or old:
+            if new:
+                await self._register(new[:AT_ONCE])
+                del new[:AT_ONCE]
             else:
-                await self._drain(step)
+                await self._drain(old[:AT_ONCE])
+                del old[:AT_ONCE]
+            if time() > until_s:
+                return
 
-    async def _register(self, step: Register) -> None:
-        wanted, known = step.listed, self._registry.snapshot.nodes.get(step.listed.url)
-        models = wanted.models
-        if models is None:
-            models = known.models if known is not None and known.asked else ()
-        done = await self._registry.add(
-            wanted.url,
-            role=wanted.role,
-            models=models,
-            speed=wanted.speed,
-            key=wanted.key,
-            asked=wanted.models is None,
-            bootstrap_port=wanted.bootstrap_port,
-            host_header=wanted.host_header,
-            source=self._reader.name,
-        )
-        if done:
-            log.info("%s: node %s is %s", self._reader.name, wanted.url, "added" if known is None else "updated")
+    async def _register(self, listed: list[Listed]) -> None:
+        before = self._registry.snapshot.nodes
+        nodes = [(_node_of(one, before.get(one.url), self._reader.name), one.key) for one in listed]
+        for (node, _), done in zip(nodes, await self._registry.add_all(nodes), strict=True):
+            if done:
+                added = "updated" if node.url in before else "added"
+                log.info("%s: node %s is %s", self._reader.name, node.url, added)
 
-    async def _drain(self, step: Drain) -> None:
-        if await self._registry.drain(step.url, self._grace_s, incarnation=step.incarnation, reason=step.reason):
-            log.warning("%s: node %s is no longer listed, it is drained", self._reader.name, step.url)
+    async def _drain(self, steps: list[Drain]) -> None:
+        nodes = [(step.url, step.incarnation) for step in steps]
+        done = await self._registry.drain_all(nodes, self._grace_s, reason=NO_LONGER + self._reader.name)
+        for step, drained in zip(steps, done, strict=True):
+            if drained:
+                log.warning("%s: node %s is no longer listed, it is drained", self._reader.name, step.url)
+
+
+def _node_of(listed: Listed, known: Node | None, source: str) -> Node:
+    models = listed.models
+    if models is None:
+        models = known.models if known is not None and known.asked else ()
+    return Node(
+        listed.url,
+        role=listed.role,
+        models=models,
+        speed=listed.speed,
+        asked=listed.models is None,
+        bootstrap_port=listed.bootstrap_port,
+        host_header=listed.host_header,
+        source=source,
+    )

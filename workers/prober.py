@@ -190,13 +190,14 @@ class Prober:
         for url in self._records.keys() - nodes.keys():
             self._forget(url)
         read = await self._sources_read()
+        drained = []
         for node in nodes.values():
             if node.state == State.DRAINING:
                 # Past its end the script removes it, whoever needs it still.
                 # While workers may have to state again what runs there, it looks idle and is not.
                 whole = self._counts_are_whole()
                 if now_ms >= node.drain_until_ms or (whole and await fetched(registry, self._keys, node.url)):
-                    await registry.remove(node.url, when="drained")
+                    drained.append(node.url)
                 continue
             if node.state == State.GONE and now_ms - node.state_since_ms > self._rules.forget_after_s * 1000:
                 await registry.remove(node.url, when=str(node.incarnation))
@@ -209,6 +210,8 @@ class Prober:
             if node.breaker == Breaker.OPEN and node.breaker_until_ms <= now_ms:
                 await registry.move_breaker(node.url, "half_open")
             self._start_if_due(node, now_s, now_ms)
+        if drained:
+            await registry.remove_drained(drained)
 
     async def _sources_read(self) -> set[str]:
         """The sources that a worker follows just now. The nodes of one that no settings name any more are as if

@@ -37,6 +37,7 @@ from workers.protocol import Protocol
 logger = logging.getLogger("uvicorn.error")
 
 HEARTBEAT_S = 1.0
+_SILENT = logging.Logger("silent", logging.CRITICAL + 1)
 POLL_S = 0.05
 # An idle keep-alive connection may have a request under way to us. Kept open for this long, the request is
 # answered with `Connection: close`; closed at once, it would be a reset that the client can't tell from a crash.
@@ -77,7 +78,15 @@ class GracefulServer(Server):
         await self._serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup([])
+        # The app may wait for as long as a file is broken that it needs, and nothing is served that could be drained.
+        starting = asyncio.create_task(super().startup([]))
+        while not starting.done() and not self.should_exit:
+            await asyncio.wait({starting}, timeout=POLL_S)
+        if not starting.done():
+            starting.cancel()
+            self.lifespan.logger = _SILENT  # the app's own start ends with the loop, which is no fault to be told
+            return
+        await starting
         config, state = self.config, self.server_state
 
         def make_protocol() -> asyncio.Protocol:

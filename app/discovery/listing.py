@@ -68,7 +68,6 @@ class Drain:
 
     url: str
     incarnation: str
-    reason: str
 
 
 def decide(
@@ -91,7 +90,7 @@ def decide(
     for url in gone:
         node = nodes.get(url)
         if node is not None and node.source == source and node.state != State.DRAINING:
-            yield Drain(url, str(node.incarnation), NO_LONGER + source)
+            yield Drain(url, str(node.incarnation))
 
 
 def own(source: str, nodes: Mapping[str, Node]) -> set[str]:

@@ -5,10 +5,12 @@ Only the files that the page needs are served, by name; nothing of a request rea
 
 from __future__ import annotations
 
+import json
+from functools import cached_property
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 from swagger_ui_bundle import swagger_ui_path  # type: ignore[import-untyped]
 
 from app.errors import NotFound
@@ -58,13 +60,16 @@ class DocsPage:
 
     def __init__(self) -> None:
         self._folder = Path(str(swagger_ui_path))
-        self._document = document()
+
+    @cached_property
+    def _document(self) -> bytes:
+        return json.dumps(document()).encode()
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(_PAGE, headers=_POLICY)
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(self._document)
+        return Response(self._document, media_type="application/json")
 
     async def asset(self, request: Request) -> Response:
         name = request.path_params["name"]

@@ -21,9 +21,10 @@ _CONTENT, _BOUNDARY, _HEAD, _EPILOGUE = range(4)
 
 # Read strictly, and refused where it is not: whatever is written so that two parsers could read it differently
 # would be one request for us and another for the engine.
-_PARAMETER = rb'\s*;\s*([!#$%&\'*+.^_`|~0-9A-Za-z-]+)=(?:"((?:[^"\\]|\\.)*)"|([^\s;,"]*))'
+# A text that ends in a backslash: some count its last quote as one with a backslash before it.
+_PARAMETER = rb'\s*;\s*([!#$%&\'*+.^_`|~0-9A-Za-z-]+)=(?:"((?:[^"\\]|\\.)*)(?<!\\)"|([^\s;,"]*))'
 _FORM = re.compile(rb"\s*multipart/form-data((?:%s)*)\s*" % _PARAMETER, re.IGNORECASE).fullmatch
-_DISPOSITIONS = re.compile(rb"^content-disposition\s*:([^\r\n]*)", re.IGNORECASE | re.MULTILINE).findall
+_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([^\x00-\x08\x0a-\x1f\x7f]*)").fullmatch
 _FORM_DATA = re.compile(rb"\s*form-data((?:%s)*)\s*" % _PARAMETER, re.IGNORECASE).fullmatch
 # Every parameter in turn, quoted values whole: a file may be called `; name=model`.
 _PARAMETERS = re.compile(_PARAMETER).findall
@@ -88,6 +89,9 @@ class Form:
             if self._where == _CONTENT:
                 end = data.find(self._delimiter, at)
                 till = end if end >= 0 else max(at, len(data) - len(self._delimiter) + 1)
+                if not self._parts and data[at:till].strip(b"\r\n"):
+                    # Where others see a boundary after another line end than ours, a part would stand there.
+                    raise BadRequest("The form does not begin with its boundary")
                 if self._value is not None:
                     self._take(data[at:till])
                 at = till
@@ -110,7 +114,7 @@ class Form:
                     if len(data) - at >= MAX_PART_HEAD_BYTES:
                         raise BadRequest("A part of the form has a head that is too long")
                     break
-                self._begin_part(data[at:end])
+                self._begin_part(data[at + 2 : end])
                 at = end + 4
                 self._where = _CONTENT
             else:
@@ -195,17 +199,24 @@ def renamed_form(content_type: bytes, body: bytes, model: str) -> bytes:
 
 
 def _name_of(head: bytes) -> str:
-    dispositions = _DISPOSITIONS(head)
-    form_data = _FORM_DATA(dispositions[0]) if len(dispositions) == 1 else None
+    lines = [_LINE(line) for line in head.split(b"\r\n")]
+    found = [line[2] for line in lines if line is not None and line[1].lower() == b"content-disposition"]
+    form_data = _FORM_DATA(found[0]) if len(found) == 1 and all(lines) else None
     if form_data is None:
-        raise BadRequest("Every part of a form must have one Content-Disposition: form-data")
-    return _parameters(form_data[1]).get(b"name", b"").decode("utf-8", "replace")
+        raise BadRequest("Every part of a form must have one Content-Disposition: form-data, and lines of headers only")
+    name = _parameters(form_data[1]).get(b"name", b"")
+    if b"\\" in name:
+        raise BadRequest("The name of a form's field must not have a backslash")
+    return name.decode("utf-8", "replace")
 
 
 def _parameters(text: bytes) -> dict[bytes, bytes]:
-    """By name in lower case. Raises BadRequest where one is given twice."""
+    """By name in lower case. Raises BadRequest where one is given twice, or as RFC 2231 has it (`name*=`), which some
+    take for the other spelling and some for another parameter; of a file's name it is allowed, as nobody goes by it."""
     found: dict[bytes, bytes] = {}
     for name, quoted, plain in _PARAMETERS(text):
+        if b"*" in name and name.lower() != b"filename*":
+            raise BadRequest(f"The form gives the parameter {name.decode()}, which must be written without an asterisk")
         if name.lower() in found:
             raise BadRequest(f"The form gives the parameter {name.decode()} twice")
         found[name.lower()] = quoted or plain

@@ -184,8 +184,7 @@ class Proxy:
         path = path_for_engine(scope)
         body = None if wire is None else wire.whole_body()
         if body is None:
-            content_type = header(scope, b"content-type")
-            if is_form(content_type) and routed(scope["path"]) not in GENERATING:
+            if form_type(scope) is not None and routed(scope["path"]) not in GENERATING:
                 return await self._open_upload(scope, receive, identifier, watch, wire, served, key)
             if wire is not None:
                 wire.gather(self._max_body_bytes)
@@ -217,7 +216,7 @@ class Proxy:
         upload = watch.upload = Upload(
             receive,
             Form(
-                header(scope, b"content-type") or b"",
+                form_type(scope) or b"",
                 allow_transfer_params=self._allow_transfer_params,
                 nameless=bool(self._default),
             ),
@@ -249,8 +248,8 @@ class Proxy:
 
     def _peek(self, scope: Scope, body: bytes) -> tuple[str, bytes]:
         allow, nameless = self._allow_transfer_params, bool(self._default)
-        content_type = header(scope, b"content-type")
-        if content_type is not None and is_form(content_type):
+        content_type = form_type(scope)
+        if content_type is not None:
             return model_of_form(content_type, body, allow_transfer_params=allow, nameless=nameless), body
         return peek(body, allow_transfer_params=allow, unnamed=scope["path"] in UNNAMED, nameless=nameless)
 
@@ -288,10 +287,24 @@ class Proxy:
             log.warning("request %s: the client did not take the end of its stream", served.request.decode())
 
 
+def form_type(scope: Scope) -> bytes | None:
+    """The Content-Type of a form; None: the request is none.
+
+    Raises:
+        BadRequest: a form with two. Engines may go by the one that we don't, which may have another boundary.
+    """
+    found = [value for name, value in scope["headers"] if name == b"content-type"]
+    if not any(map(is_form, found)):
+        return None
+    if len(found) > 1:
+        raise BadRequest("A form must have one Content-Type")
+    return bytes(found[0])
+
+
 def rename(scope: Scope, body: bytes, model: str) -> bytes:
     """The body with another model in it."""
-    content_type = header(scope, b"content-type")
-    if content_type is not None and is_form(content_type):
+    content_type = form_type(scope)
+    if content_type is not None:
         return renamed_form(content_type, body, model)
     return renamed(body, model)
 

@@ -17,8 +17,9 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import msgpack
@@ -367,18 +368,32 @@ class Registry:
             host_header=host_header,
             source=source,
         )
+        return await self._change("add", url, "add_node", *self._addition(node, key)) != Code.REFUSED
+
+    async def add_all(self, nodes: Sequence[tuple[Node, str | None]]) -> list[bool]:
+        """As `add`, of many with their keys."""
+        calls = [(node.url, *self._addition(node, key)) for node, key in nodes]
+        return [code != Code.REFUSED for code in await self._change_all("add", "add_node", calls)]
+
+    def _addition(self, node: Node, key: str | None) -> tuple[tuple[str, ...], list[Argument]]:
+        """Keys and arguments of add_node.lua."""
         fields = node_to_fields(node)
         for given_by_script in ("order", "incarnation", "registered_at_ms", "state_since_ms", "life"):
             del fields[given_by_script]
         keys = self._keys
-        names = (keys.nodes, keys.node(url), keys.version, keys.engine_keys, keys.failures)
-        arguments: list[Argument] = [url, key or "", source, *_flat(fields)]
-        return await self._change("add", url, "add_node", names, arguments) != Code.REFUSED
+        names = (keys.nodes, keys.node(node.url), keys.version, keys.engine_keys, keys.failures)
+        return names, [node.url, key or "", node.source, *_flat(fields)]
 
     async def remove(self, url: str, *, when: str = "now") -> bool:
         """Take a node out; `when` as in remove_node.lua. Returns whether it was taken out."""
         names = of_node_removed(self._keys, url)
         return await self._change("remove", url, "remove_node", names, [url, when]) == Code.DONE
+
+    async def remove_drained(self, urls: Iterable[str]) -> None:
+        """Take out those of these nodes whose drain is over."""
+        await self._change_all(
+            "remove", "remove_node", [(url, of_node_removed(self._keys, url), [url, "drained"]) for url in urls]
+        )
 
     async def drain(self, url: str, timeout_s: float, *, incarnation: str = "", reason: str | None = None) -> bool:
         """No new requests for the node; removed when the last has ended or after `timeout_s`.
@@ -390,6 +405,16 @@ class Registry:
         drain_ms = round(timeout_s * 1000)
         code = await self._set_state(url, State.DRAINING, incarnation=incarnation, drain_ms=drain_ms, fields=fields)
         return code in (Code.DONE, Code.UPDATED, Code.UNCHANGED)
+
+    async def drain_all(self, nodes: Iterable[tuple[str, str]], timeout_s: float, *, reason: str) -> list[bool]:
+        """As `drain`, of many (url, incarnation)."""
+        drain_ms, fields = round(timeout_s * 1000), {"reason": reason}
+        calls = [
+            (url, *self._new_state(url, State.DRAINING, incarnation=incarnation, drain_ms=drain_ms, fields=fields))
+            for url, incarnation in nodes
+        ]
+        codes = await self._change_all("state", "set_node_state", calls)
+        return [code in (Code.DONE, Code.UPDATED, Code.UNCHANGED) for code in codes]
 
     async def set_state(
         self, node: Node, state: State, *, reason: str = "", models: tuple[str, ...] | None = None
@@ -480,16 +505,17 @@ class Registry:
         drain_ms: int | None = None,
         fields: Mapping[str, str] | None = None,
     ) -> Code:
+        call = self._new_state(url, state, incarnation=incarnation, drain_ms=drain_ms, fields=fields or {})
+        return await self._change("state", url, "set_node_state", *call)
+
+    def _new_state(
+        self, url: str, state: State | None, *, incarnation: str, drain_ms: int | None, fields: Mapping[str, str]
+    ) -> tuple[tuple[str, ...], list[Argument]]:
+        """Keys and arguments of set_node_state.lua."""
         keys = self._keys
-        names = (keys.nodes, keys.node(url), keys.version)
-        arguments = [
-            url,
-            incarnation,
-            state.value if state else "",
-            "" if drain_ms is None else str(drain_ms),
-            *_flat(fields or {}),
-        ]
-        return await self._change("state", url, "set_node_state", names, arguments)
+        drain = "" if drain_ms is None else str(drain_ms)
+        said: list[Argument] = [url, incarnation, state.value if state else "", drain, *_flat(fields)]
+        return (keys.nodes, keys.node(url), keys.version), said
 
     async def _change(
         self, change: str, url: str, script: str, names: tuple[str, ...], arguments: list[Argument]
@@ -509,6 +535,26 @@ class Registry:
         if code in (Code.DONE, Code.UPDATED):
             self._tell(change, url, version)
         return Code(code)
+
+    async def _change_all(
+        self, change: str, script: str, calls: Sequence[tuple[str, tuple[str, ...], list[Argument]]]
+    ) -> list[Code]:
+        """As `_change`, of many (url, keys, arguments): the registry is read twice for all of them, not for each."""
+        await self.verify()
+        version, codes = self.snapshot.version, []
+        for url, names, arguments in calls:
+            before = version
+            code, version = await self.guarded(partial(self.run, script, names, arguments))
+            if version < before or (version == before and code in (Code.DONE, Code.UPDATED)):
+                # Redis lost the registry in between.
+                code = await self._change(change, url, script, names, arguments)
+                version = self.snapshot.version
+            codes.append(Code(code))
+        if version != self.snapshot.version:
+            await self.refresh()
+        if Code.DONE in codes or Code.UPDATED in codes:
+            self._tell(change, "", version)
+        return codes
 
     async def _restore(self, *, repair: bool) -> None:
         snapshot, keys = self.snapshot, self._keys

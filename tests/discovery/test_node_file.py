@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,16 @@ def test_a_list_may_be_empty(text: bytes) -> None:
         (b"nodes: []\n---\nnodes: []\n", "line 2: is no YAML: "),
         (b"nodes: [&a {url: http://a}, *b]\n", "line 1: is no YAML: found undefined alias"),
         (b"nodes: [{url: !!python/object/apply:os.getcwd []}]\n", "line 1: is no YAML: could not determine"),
+        (b"nodes:\n  - url: http://a\n    key: *hush\n", "line 3: is no YAML: found undefined alias"),
+        (b"nodes:\n  - url: http://a\n    key: !hush\n", "line 3: is no YAML: could not determine a constructor"),
+        (
+            b"nodes:\n  - url: http://a\n    key: !!timestamp hush\n",
+            "line 3: nodes[0].key is written as what it can't be",
+        ),
+        (b"nodes:\n  - url: http://a\n    key: !!bool hush\n", "line 3: nodes[0].key is written as what"),
+        (b"nodes:\n  - url: http://a\n    speed: !!int ''\n", "line 3: nodes[0].speed is written as what"),
+        (b"nodes:\n  - url: http://a\n    speed: 1" + b"0" * 5000, "line 3: nodes[0].speed is written as what"),
+        (b"nodes:\n  - url: http://a\n    models: [2001-99-99]\n", "line 3: nodes[0].models is written as what"),
         (b"nodes: [\xff]\n", "is no YAML: it holds bytes that are no text"),
         (b"nodes: " + b"[" * 20_000, "is nested too deeply"),
         (b"nodes: []" + b" " * 2**20, "is longer than 1048576 bytes"),
@@ -232,3 +243,11 @@ async def test_a_pipe_in_its_place_holds_nobody_up(tmp_path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(ReadFailed):
         await reader_of(path).look()
+
+
+def test_thousands_of_nodes_are_read_in_a_moment() -> None:
+    urls = [f"http://10.0.{i // 250}.{i % 250 + 1}:23333" for i in range(9000)]
+    text = "nodes:\n" + "".join(f"  - url: {url}\n    models: [m]\n" for url in urls)
+    began_s = time.process_time()
+    assert [node.url for node in parse_nodes(text.encode())] == urls
+    assert time.process_time() - began_s < 2.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import dataclasses
@@ -301,8 +302,13 @@ class FakeEngines:
 
 
 @functools.cache
-def _default_settings() -> Settings:
-    return Settings.load()
+def _settings(written: str) -> Settings:
+    """Of a `repr`: what is asked for again and again is loaded once."""
+    given = ast.literal_eval(written)
+    for name in ("api_keys", "admin_keys"):
+        if name in given:
+            given[name] = tuple(SecretStr(key) for key in given[name])
+    return Settings.load(given)
 
 
 class World:
@@ -318,10 +324,7 @@ class World:
         watched: Callable[[], bool] = lambda: False,
         **settings: Any,
     ) -> None:
-        for name in ("api_keys", "admin_keys"):
-            if name in settings:
-                settings[name] = tuple(SecretStr(key) for key in settings[name])
-        self.settings = Settings.load(settings) if settings else _default_settings()
+        self.settings = _settings(repr(settings))
         self.hybrid = FakeHybrid(*script)
         self.registry = FakeRegistry(*nodes)
         self.engines = FakeEngines()

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 
 from app.errors import EngineAnswered, EngineRefused, StoreUnavailable, UpstreamError
 from app.nodes import Node, Role, State
@@ -243,7 +242,7 @@ async def test_engine_that_refuses_to_list_its_models_is_told_with_a_hint(url: s
 
 
 async def test_engine_is_asked_with_its_own_key_else_with_the_common_one() -> None:
-    world = World(engine_key=SecretStr("common"))
+    world = World(engine_key="common")
     world.engines.lists = {A: ("m",)}
     for key in (None, "own", None):
         await world.json("POST", "/nodes/add", {"url": A, "status": {}, "key": key})
@@ -359,7 +358,7 @@ async def test_bad_field_of_remove_is_a_400_that_names_it(query: str, body: Any,
 
 
 async def test_terminate_asks_the_engine_and_then_removes_it() -> None:
-    world = World(nodes=[node()], engine_key=SecretStr("common"))
+    world = World(nodes=[node()], engine_key="common")
     reply = await world.json("POST", "/nodes/terminate", {"url": A})
     assert (reply.status, reply.json()) == (200, "Terminated successfully")
     assert world.engines.calls == [("terminate", A, "common")]

@@ -191,6 +191,19 @@ async def test_a_hostile_form_is_a_400_and_reaches_nobody(
     assert not world.hybrid.requests
 
 
+@pytest.mark.parametrize("first", [TYPE, (b"content-type", b"application/json")])
+@pytest.mark.parametrize("wired", [False, True])
+async def test_a_form_with_two_content_types_is_a_400(
+    first: tuple[bytes, bytes], wired: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.http.fakes.Call.wired", wired)
+    world = World()
+    headers = [first, (b"content-type", b"multipart/form-data; boundary=YY")]
+    reply = await world.ask("POST", PATH, [MODEL + audio(10) + END], headers=headers)
+    assert (reply.status, reply.error["message"]) == (400, "A form must have one Content-Type")
+    assert not world.hybrid.requests
+
+
 @pytest.mark.parametrize("wired", [False, True])
 async def test_too_large_is_a_413_before_or_while_it_comes(wired: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.http.fakes.Call.wired", wired)
@@ -245,7 +258,7 @@ def request(body: bytes, *more: bytes, path: str = PATH) -> bytes:
     return b"\r\n".join([*lines, b"", b""]) + body
 
 
-SMALL = b"before\r\n" + part('name="file"; filename="a"', b"\r\n--X\r\n--XY"[:7] + b"\0") + MODEL + END
+SMALL = b"\r\n" + part('name="file"; filename="a"', b"\r\n--X\r\n--XY"[:7] + b"\0") + MODEL + END
 
 
 @pytest.mark.parametrize("at", range(0, len(request(SMALL)) + 1, 7))

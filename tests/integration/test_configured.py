@@ -127,3 +127,12 @@ def test_from_start_to_revocation(
     said = deployment.log().rpartition("settings in force")[2]
     assert re.search(rf"--retries +3 +{config}:1\b", said)
     assert statuses(deployment, "sk-new") == {200}
+
+    # A worker that waits for its keys has nothing to end: nobody waits out the grace time for it.
+    told = deployment.log().count("the keys stay as they were")
+    replace(keys, "")
+    eventually(lambda: deployment.log().count("the keys stay as they were") == told + 2)
+    deployment.kill_worker()
+    eventually(lambda: deployment.log().count("the keys stay as they were") == told + 3)
+    assert deployment.stop(within_s=10) == 0
+    assert "Traceback" not in deployment.log() and "Exception in" not in deployment.log()

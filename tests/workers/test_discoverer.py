@@ -259,6 +259,67 @@ async def test_what_redis_loses_is_restored_with_its_source(redis: Space) -> Non
         assert (world.node(A).source, world.node(A).host_header) == (NAME, "h")
 
 
+async def test_many_nodes_are_registered_without_reading_the_registry_for_each(
+    redis: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = [f"http://10.1.0.{i}:8000" for i in range(250)]
+    async with world_of(redis) as world:
+        world.reader.says(*many)
+        reads, read = 0, world.registry._read
+
+        async def counted() -> Any:
+            nonlocal reads
+            reads += 1
+            return await read()
+
+        monkeypatch.setattr(world.registry, "_read", counted)
+        assert list(await world.turn()) == many
+        assert reads < 12
+        assert [world.node(url).order for url in many] == list(range(1, 251))
+        world.reader.says()
+        reads = 0
+        assert set((await world.turn()).values()) == {"draining"}
+        await world.registry.remove_drained(many)
+        assert reads < 16 and not world.registry.snapshot.nodes and not registered(redis)
+
+
+async def test_a_long_list_that_was_a_mistake_is_taken_back_half_way(
+    redis: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHANGES_S", -1.0)
+    monkeypatch.setattr(module, "AT_ONCE", 1)
+    async with world_of(redis) as world:
+        world.reader.says(A, B, C)
+        assert await world.turn() == {A: "pending"}
+        assert await world.turn() == {A: "pending", B: "pending"}
+        world.reader.says()
+        assert sorted((await world.turn()).values()) == ["draining", "pending"]
+        assert await world.turn() == {A: "draining", B: "draining"}
+        assert await world.turn() == {A: "draining", B: "draining"}
+
+
+async def test_a_registry_that_is_lost_between_two_of_many_is_restored(
+    redis: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world_of(redis) as world:
+        world.reader.says(A)
+        await world.turn()
+        world.reader.says(A, B, C)
+        run = world.registry.run
+
+        async def losing(name: str, names: Any, arguments: Any) -> Any:
+            if name == "add_node" and arguments[0] == C:
+                monkeypatch.setattr(world.registry, "run", run)
+                redis.cli("FLUSHALL")
+            return await run(name, names, arguments)
+
+        monkeypatch.setattr(world.registry, "run", losing)
+        await world.turn()
+        assert await world.turn() == {A: "pending", B: "pending", C: "pending"}
+        assert registered(redis).keys() == {A, B, C}
+        assert {fields["source"] for fields in registered(redis).values()} == {NAME}
+
+
 async def test_what_was_decided_of_an_older_registration_is_not_done(redis: Space) -> None:
     plain: dict[str, Any] = {"role": Role.Hybrid, "models": ("m",), "speed": None, "key": None}
     async with world_of(redis) as world:
@@ -267,7 +328,7 @@ async def test_what_was_decided_of_an_older_registration_is_not_done(redis: Spac
         (step,) = decide(NAME, {}, {A}, world.registry.snapshot.nodes, {})
         assert isinstance(step, Drain)
         await world.registry.add(A, **plain)
-        await world.discoverer._drain(step)
+        await world.discoverer._drain([step])
         assert world.node(A).state == State.PENDING
 
 
