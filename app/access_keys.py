@@ -39,6 +39,11 @@ _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII).fullmatch
 _TABLE = re.compile(r"^\s*(?:\[|keys\s*=)", re.MULTILINE).search
 _MEMBERS = ("name", "key", "hash", "models")
 
+ONE_A_LINE = (
+    "must be one key and nothing behind it; a comment has a line of its own, and what there is to say of a key stands "
+    "in TOML, below [[keys]]"
+)
+
 
 class KeysFileError(ValueError):
     """A file of keys can't be used. The text names the file and the place, never a key."""
@@ -116,6 +121,8 @@ def _lines(path: Path, text: str) -> list[AccessKey]:
     for number, line in enumerate(text.splitlines(), 1):
         word = line.strip()
         if word and not word.startswith("#"):
+            if len(word.split()) > 1:
+                raise KeysFileError(f"{path}:{number}: {ONE_A_LINE}")
             try:
                 found.append(access_key(word))
             except ValueError as e:

@@ -12,7 +12,8 @@ import json
 import os
 import stat
 import sys
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from app.checks.finding import Level, bad, warn
 from app.checks.report import Report, document_of, told
@@ -28,23 +29,31 @@ from app.terminal.reach import (
     redis_named,
 )
 
+if TYPE_CHECKING:
+    from app.settings import Settings
+
 EXAMPLE = """\
 example:
   evenhand check                                     on a host of `evenhand serve`, with its environment
   evenhand check --redis-url redis://10.0.0.2:6379/0
   evenhand check --url http://10.0.0.1:8000 --admin-key KEY          less: what the deployment itself can tell
 
-Without --url it looks at Redis: --redis-url, else EVENHAND_REDIS_URL, else the embedded one in --state-dir.
+Without --url it looks at Redis: --redis-url, else EVENHAND_REDIS_URL, else redis-url in the file that --config or
+EVENHAND_CONFIG names, else the embedded one in --state-dir.
 ok: it is well. warn: it works, and will not in some case that is to be expected. bad: requests fail or state is lost.
 Ends with 0 when nothing is bad, with 1 when something is, with 2 when it does not know what to look at.
 """
 CONNECT_S = 2.0
+KEYS_MEND = "mend the file: running workers go by what it said before, one that starts serves nobody until it is right"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = EXAMPLE, argparse.RawDescriptionHelpFormatter
     add_url_options(parser)
     add_redis_options(parser)
+    parser.add_argument(
+        "--config", metavar="FILE", help="settings file of `serve`, which may name Redis too; env EVENHAND_CONFIG"
+    )
     parser.add_argument("--state-dir", metavar="DIR", help="that of `serve`, where its embedded Redis is")
     parser.add_argument(
         "--engine-key", metavar="KEY", help="API key sent to engines, as of `serve`; env EVENHAND_ENGINE_KEY"
@@ -69,10 +78,12 @@ def _http_named(args: argparse.Namespace) -> bool:
     """Over HTTP only where that is asked for: Redis tells more, and is found as `serve` finds it. Raises Misused."""
     if args.deployment:
         redis_named(args)
-        if args.state_dir or args.engine_key:
-            raise Misused("--state-dir and --engine-key go without --url: over HTTP neither Redis nor nodes are asked")
+        if args.config or args.state_dir or args.engine_key:
+            raise Misused(
+                "--config, --state-dir and --engine-key go without --url: over HTTP neither Redis nor nodes are asked"
+            )
         return True
-    if args.redis_url or args.state_dir or os.environ.get(REDIS_VARIABLE):
+    if args.redis_url or args.config or args.state_dir or os.environ.get(REDIS_VARIABLE):
         return False
     return bool(os.environ.get(URL_VARIABLE))
 
@@ -118,12 +129,13 @@ def _over_redis(args: argparse.Namespace) -> Report:
     from app.dispatch.topology import Topology
     from app.errors import ConfigurationError
     from app.redis_url import RedisPlace
-    from app.settings import Settings, misspelt_variables
+    from app.settings import misspelt_variables
     from app.terminal.by_redis import place_name
 
-    names = ("redis_url", "namespace", "state_dir", "engine_key")
+    names = ("config", "redis_url", "namespace", "state_dir", "engine_key")
+    flags = {name: getattr(args, name) for name in names}
     try:
-        settings = Settings.load({name: getattr(args, name) for name in names})
+        settings, faults = _without_keys(flags)
         url = settings.redis_url or _embedded(settings)
         place = RedisPlace.parse(url)
         Topology.of(settings)
@@ -131,6 +143,7 @@ def _over_redis(args: argparse.Namespace) -> Report:
         raise Misused(e.message) from e
     report = Report(place_name(place, settings.namespace))
     mend = "name it as `evenhand serve --help` does, or unset it"
+    report.add(bad("host.keys", line, KEYS_MEND) for line in faults)
     report.add(warn("host.variables", line, mend) for line in misspelt_variables(os.environ))
     workers = _look_at_redis(report, settings, url)
     found = host.look(workers)
@@ -138,6 +151,17 @@ def _over_redis(args: argparse.Namespace) -> Report:
     if workers and not found.processes:
         report.not_checked.append(("open files of the workers", "none of them runs on this host"))
     return report
+
+
+def _without_keys(flags: Mapping[str, object]) -> tuple[Settings, list[str]]:
+    """The settings, and what is wrong with files of keys: no key is asked for here. Raises ConfigurationError."""
+    from app.errors import ConfigurationError
+    from app.settings import Settings
+
+    try:
+        return Settings.load(flags), []
+    except ConfigurationError as e:
+        return Settings.load(flags, but=("api_keys_file", "admin_keys_file")), e.lines
 
 
 def _embedded(settings: Any) -> str:

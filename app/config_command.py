@@ -35,16 +35,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for made in (show, check):
         add_settings(made)
-    verbs.add_parser(
+    hash_key = verbs.add_parser(
         "hash-key",
         help="a key's digest, as it may stand in place of the key",
         description="Read a key from stdin and print its digest, which may stand in place of the key wherever callers' "
-        "keys are set. Without this command: printf %%s KEY | sha256sum.",
+        "keys are set. Without this command: printf %s KEY | sha256sum.",
     )
+    hash_key.add_argument("key", nargs="*", help=argparse.SUPPRESS)  # to be refused with the way that is right
 
 
 def run(args: argparse.Namespace) -> int:
     if args.verb == "hash-key":
+        if args.key:
+            print(
+                "evenhand config hash-key: the key comes on stdin, where no other user of this host sees it: "
+                "printf %s KEY | evenhand config hash-key",
+                file=sys.stderr,
+            )
+            return 2
         return _hash_key()
     found, faults = look(settings_among(args))
     for line in faults:

@@ -57,12 +57,13 @@ def _ask(deployment: Deployment, model: str) -> dict[str, Any]:
     try:
         return deployment.explain(model)
     except UnknownModel as e:
-        known = [str(name) for name in deployment.state()["models"]]
+        state = deployment.state()
+        known = [*map(str, state["models"]), *map(str, state.get("aliases", ()))]
         if not known:
-            raise CommandError(f"no node was ever registered with the model {printable(model)}, nor any other") from e
+            raise CommandError(f"no node is registered with the model {printable(model)}, nor any other") from e
         near = nearest(model, known)
         raise CommandError(
-            f"no node was ever registered with the model {printable(model)}; "
+            f"no node is registered with the model {printable(model)}; "
             + (f"did you mean {printable(near)}? " if near else "")
             + f"there {'is' if len(known) == 1 else 'are'} {_named(known)}"
         ) from e
@@ -75,6 +76,8 @@ def _named(models: list[str]) -> str:
 
 def told(document: dict[str, Any]) -> Iterator[str]:
     """The document in lines."""
+    if alias := document.get("alias"):  # an older deployment does not say it
+        yield f"{printable(alias)} is an alias of {printable(document['model'])}"
     strategy = document["strategy"] or "not known: no worker has said it yet"
     yield f"model {printable(document['model'])}, strategy {printable(strategy)}"
     if document["rule"]:

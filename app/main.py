@@ -427,6 +427,7 @@ def arrangement(settings: Settings, topology: Topology) -> Arrangement:
         dummy_prefill=topology.dummy_prefill,
         strategies=json.dumps(settings.strategies) if settings.strategies else "",
         grace_s=settings.grace_s,
+        aliases=json.dumps(settings.aliases) if settings.aliases else "",
     )
 
 

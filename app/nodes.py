@@ -41,7 +41,7 @@ class State(StrEnum):
     READY = "ready"
     ASLEEP = "asleep"  # the engine itself says sleeping or initializing: not routed, not deleted
     DOWN = "down"
-    GONE = "gone"  # down for longer than the heart-beat expiration: hidden, still probed
+    GONE = "gone"  # down or pending for longer than the heart-beat expiration: hidden, still probed
     DRAINING = "draining"  # no new requests, finish the old, then removed
 
 

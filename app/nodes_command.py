@@ -111,12 +111,17 @@ def _call(args: argparse.Namespace) -> Any:
             body["key"] = args.key
         return deployment.ask("POST", "/nodes/add", body)
     # The answer to a removal is LMDeploy's, the same for a node that was never there.
-    if args.node not in deployment.nodes(gone=True):
+    known = deployment.nodes(gone=True)
+    if args.node not in known:
         raise CommandError(f"{printable(args.node)} is not registered; `evenhand nodes list --all` shows what is")
     query = {"drain": "true"} if args.verb == "drain" else {}
     if query and args.timeout_s is not None:
         query["timeout_s"] = f"{args.timeout_s:g}"
-    return deployment.ask("POST", "/nodes/remove" + (f"?{urlencode(query)}" if query else ""), {"url": args.node})
+    answer = deployment.ask("POST", "/nodes/remove" + (f"?{urlencode(query)}" if query else ""), {"url": args.node})
+    if source := known[args.node].get("source"):
+        again = "registers it again as long as it lists it; take it out there"
+        print(f"evenhand nodes {args.verb}: {printable(source)} {again}", file=sys.stderr)
+    return answer
 
 
 def _listed(deployment: Deployment, *, gone: bool) -> dict[str, dict[str, Any]]:

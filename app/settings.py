@@ -21,7 +21,7 @@ import json
 import os
 import re
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 from urllib.parse import urlsplit
@@ -34,7 +34,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.access_keys import KeysFileError, access_key, read_keys
 from app.config_file import ConfigFile, others_can_read, read_config
-from app.discovery.sources import Source, parse_source
+from app.discovery.sources import FileSource, Source, parse_source
 from app.errors import BadRequest, ConfigurationError
 from app.nearest import nearest
 from app.nodes import Role, normalise_url
@@ -221,9 +221,14 @@ def _check_networks(value: tuple[str, ...]) -> tuple[str, ...]:
     if [item.lower() for item in value] == ["none"]:
         return ()
     try:
-        return tuple(str(ipaddress.ip_network(item, strict=False)) for item in value)
+        networks = [ipaddress.ip_network(item, strict=False) for item in value]
     except ValueError as e:
         raise ValueError(f"must be networks such as 10.0.0.0/8 or fd00::/8, or the word none: {e}") from e
+    for item, network in zip(value, networks, strict=True):
+        address = ipaddress.ip_interface(item).ip
+        if address != network.network_address:  # one address may be meant or millions, and a guess opens a door
+            raise ValueError(f"{item} may mean {network}, the whole network, or {address} alone: write which")
+    return tuple(map(str, networks))
 
 
 def _check_origins(value: tuple[str, ...]) -> tuple[str, ...]:
@@ -492,7 +497,7 @@ class Settings(BaseSettings):
         validation_alias=_environment_names(
             "EVENHAND_HEARTBEAT_EXPIRATION_S", "LMDEPLOY_CONTROLLER_HEART_BEAT_EXPIRATION"
         ),
-        description="Seconds after which a node that is down is gone from the lists; it is still probed.",
+        description="Seconds after which a node that is down or pending is gone from the lists; it is still probed.",
     )
     forget_after_s: Wait = Field(
         86400.0, description="Seconds after which a gone node is forgotten; engines register once in their life."
@@ -705,16 +710,21 @@ class Settings(BaseSettings):
         return tuple(map(parse_source, self.discover))
 
     @classmethod
-    def load(cls, flags: Mapping[str, object] | None = None) -> Self:
+    def load(cls, flags: Mapping[str, object] | None = None, *, but: Collection[str] = ()) -> Self:
         """The settings from flags (by field name; None = not given), then environment, file, defaults.
+
+        Args:
+            but: settings that are left to their defaults, whatever is said of them.
 
         Raises:
             WrongSettings: with a line for each flag, variable or member of the file that is wrong.
         """
-        return cls.load_with_sources(flags)[0]
+        return cls.load_with_sources(flags, but=but)[0]
 
     @classmethod
-    def load_with_sources(cls, flags: Mapping[str, object] | None = None) -> tuple[Self, dict[str, str]]:
+    def load_with_sources(
+        cls, flags: Mapping[str, object] | None = None, *, but: Collection[str] = ()
+    ) -> tuple[Self, dict[str, str]]:
         """The same, and where each setting that is not left to its default comes from, by field."""
         given: dict[str, Any] = {name: value for name, value in (flags or {}).items() if value is not None}
         file = _file_of(given)
@@ -727,14 +737,27 @@ class Settings(BaseSettings):
         for name in [name for name, value in from_file.items() if _is_no_number(name, value)]:
             del from_file[name]
             faults.append(f"{_named(name, sources)}: must be {allowed(cls.model_fields[name])}, not true or false")
+        values = {**from_file, **given, **cls._defaults(but)}
         try:
-            settings = cls(**from_file, **given)
+            settings = cls(**values)
         except ValidationError as e:
-            faults += dict.fromkeys(_one_line(error, sources) for error in e.errors())
+            found = e.errors()
+            wrong = {_field_of(str(error["loc"][0])) for error in found if error["loc"]}
+            try:
+                cls(
+                    **values | cls._defaults(name for name in wrong if name)
+                )  # those that are looked at together only where each is right
+            except ValidationError as of_several:
+                found += of_several.errors()
+            faults += dict.fromkeys(_one_line(error, sources) for error in found)
             raise WrongSettings(faults) from e
         if faults:
             raise WrongSettings(faults)
         return settings, sources
+
+    @classmethod
+    def _defaults(cls, names: Iterable[str]) -> dict[str, Any]:
+        return {name: cls.model_fields[name].get_default(call_default_factory=True) for name in names}
 
     def environment(self) -> dict[str, str]:
         """The variables that make the same settings in a child process. They hold the keys: never log them."""
@@ -797,7 +820,16 @@ def warnings_of(settings: Settings, sources: Mapping[str, str]) -> list[str]:
     ]
     if "log_sample" in sources and settings.log_requests != "all":
         found.append("--log-sample has no effect without --log-requests all")
-    return found
+    files = [source for source in settings.sources if isinstance(source, FileSource)]
+    return found + [_absent(source) for source in files if not os.path.exists(source.path)]
+
+
+def _absent(source: FileSource) -> str:
+    line = f"--discover {source.name}: there is no file {source.path} yet"
+    if not source.label:
+        return line
+    meant = f"/{source.label}{source.path}"
+    return f"{line}; {source.label} is a name that stands before the path, and {meant} is written file://{meant}"
 
 
 def flag_of(name: str) -> str:

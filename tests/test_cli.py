@@ -66,6 +66,17 @@ def test_help_of_serve_names_every_setting_and_its_variable(
         assert f"EVENHAND_{name.upper()}" in text
 
 
+COMMANDS = [*cli.COMMANDS, *(f"config {verb}" for verb in ("show", "check", "hash-key"))]
+COMMANDS += [f"nodes {verb}" for verb in ("list", "add", "remove", "drain")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_help_shows_a_percent_sign_twice(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """argparse unescapes it in the help of an option, and not in a description."""
+    assert run(*command.split(), "--help") == 0
+    assert "%%" not in capsys.readouterr().out
+
+
 def test_flags_of_serve_become_settings() -> None:
     parser = cli.build_parser("serve")
     words = "serve --nodes http://a:1,http://b:2 http://c --nodes http://d --api-keys k1 k2 --dummy-prefill --grace-s 3"
@@ -92,6 +103,12 @@ def test_flags_of_serve_become_settings() -> None:
         ("engine --modle m", "evenhand engine: unknown: --modle m; did you mean --model?"),
         ("serve --worker=2", "evenhand serve: unknown: --worker=2; did you mean --workers?"),
         ("serve --bogus", "evenhand serve: unknown: --bogus"),
+        ("serve --host h", "evenhand serve: unknown: --host h; did you mean --server-name?"),
+        ("serve --port=1", "evenhand serve: unknown: --port=1; did you mean --server-port?"),
+        ("serve --worker-urls http://a", "evenhand serve: unknown: --worker-urls http://a; did you mean --nodes?"),
+        ("config check --policy p", "evenhand config: unknown: --policy p; did you mean --routing-strategy?"),
+        ("serve --num_workers 2", "evenhand serve: unknown: --num_workers 2; did you mean --workers?"),
+        ("config hash-key sk-1", "evenhand config hash-key: the key comes on stdin, "),
         ("serve --server-por 1", "evenhand serve: unknown: --server-por 1"),
         ("serve --api-keys", "evenhand serve: argument --api-keys: expected at least one argument"),
         ("serve --workers many", "evenhand serve: --workers: must be a whole number from 1 to 1024, not 'many'"),
@@ -236,6 +253,19 @@ def test_a_node_is_removed_if_it_is_known(
 
 
 @pytest.mark.parametrize("verb", ["remove", "drain"])
+def test_removing_a_node_that_a_source_lists_says_that_it_comes_back(
+    deployment: type[Deployment], capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    deployment.nodes = {"http://a:1": {"state": "ready", "source": "file:///n.yaml"}}
+    deployment.answer = (200, "Deleted successfully")
+    assert run("nodes", verb, "http://a:1") == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Deleted successfully\n"
+    again = "registers it again as long as it lists it; take it out there"
+    assert captured.err == f"evenhand nodes {verb}: file:///n.yaml {again}\n"
+
+
+@pytest.mark.parametrize("verb", ["remove", "drain"])
 def test_removing_an_unknown_node_says_so_and_fails(
     deployment: type[Deployment], capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
@@ -288,6 +318,11 @@ def test_nodes_are_listed_in_columns() -> None:
     [
         (401, {"error": {"message": "no key"}}, "401 no key; give --admin-key (EVENHAND_ADMIN_KEY)"),
         (504, {"error": {"message": "the engine\nis silent"}}, "504 the engine?is silent"),
+        (
+            502,
+            {"error": {"message": "http://a refused (10402: Failed to get response after a period of time)"}},
+            "502 http://a refused",
+        ),
         (500, "what?", "500 Internal Server Error"),
     ],
 )
@@ -412,7 +447,7 @@ class Served:
     def __init__(self, state_dir: Path, log_file: Path, *words: str) -> None:
         words = ("--server-name", "127.0.0.1", "--server-port", "0", "--state-dir", str(state_dir), *words)
         self.process = Process([*EVENHAND, "serve", *words], log_file=log_file, cwd=ROOT)
-        eventually(lambda: "Ctrl-C stops all of it." in self.process.log(), within_s=30)
+        eventually(lambda: "Ctrl-C stops all that this command has started." in self.process.log(), within_s=30)
         self.greeting = self.process.log()
         self.url = re.search(r"serves (http://\S+) with", self.greeting)[1]  # type: ignore[index]
 

@@ -266,6 +266,25 @@ def test_secrets_that_everybody_can_read_are_told(
     assert capsys.readouterr().err == (line if told else "")
 
 
+def test_a_file_of_nodes_that_is_not_there_is_told(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    there = write("")
+    absent = there.parent / "nodes.yaml"
+    sources = [f"file://{there}", f"file://{absent}", "file://etc/nobodys/nodes.yaml", "dns://engine:8000"]
+    assert run("config", "check", "--discover", *sources) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        f"note: --discover file://{absent}: there is no file {absent} yet",
+        "note: --discover file://etc/nobodys/nodes.yaml: there is no file /nobodys/nodes.yaml yet; etc is a name that "
+        "stands before the path, and /etc/nobodys/nodes.yaml is written file:///etc/nobodys/nodes.yaml",
+    ]
+
+
+def test_keys_in_the_file_of_settings_are_sent_to_their_own(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write('[[keys]]\nkey = "hush"\n')
+    assert run("config", "check", "--config", str(path)) == 2
+    where = "[[keys]] belongs into the file that api-keys-file or admin-keys-file names"
+    assert capsys.readouterr().err == f"{path}:1: keys is no setting; {where}\n"
+
+
 def test_serve_tells_every_fault_of_the_file(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     path = write("workers = 0\nretires = 1\n")
     assert run("serve", "--config", str(path)) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -53,6 +54,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     # Nothing is fetched from elsewhere by who reads it.
     fetched = re.compile(r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="(?:https?:)?//[^"]*"')
     assert [page for page in pages if fetched.search((tmp_path / "site" / page).read_text())] == []
+    # The search: guides before decisions, and hash-key is one word.
+    index = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())
+    boosts = {entry["location"]: entry.get("boost", 1) for entry in index["docs"] if "#" not in entry["location"]}
+    less = {location for location, boost in boosts.items() if boost < 1}
+    assert less == {page for page in pages if page.startswith("decisions/")} | {"redis-keys.html", "changelog.html"}
+    words = "rotate a --hash-key, `hash-key`."
+    assert [word for word in re.split(index["config"]["separator"], words) if word][2:] == ["hash-key", "`hash-key`"]
 
 
 def test_pages_that_are_made_from_the_code_are_current() -> None:

@@ -109,7 +109,23 @@ def test_keys_that_are_all_empty_do_not_open_the_door() -> None:
 
 def test_trusted_nodes_none_is_nobody() -> None:
     assert Settings.load({"trusted_nodes": ["none"]}).trusted_nodes == ()
-    assert Settings.load({"trusted_nodes": ["10.1.2.3/8", "fd00::/8"]}).trusted_nodes == ("10.0.0.0/8", "fd00::/8")
+    assert Settings.load({"trusted_nodes": ["10.0.0.0/8", "::1"]}).trusted_nodes == ("10.0.0.0/8", "::1/128")
+
+
+@pytest.mark.parametrize(("item", "alone"), [("10.1.2.3/8", "10.0.0.0/8"), ("fd00::5/8", "fd00::/8")])
+def test_a_trusted_network_with_an_address_in_it_is_not_guessed_at(item: str, alone: str) -> None:
+    address = item.partition("/")[0]
+    meant = f"{item} may mean {alone}, the whole network, or {address} alone: write which"
+    assert complaint({"trusted_nodes": [item]}) == f"--trusted-nodes: {meant}"
+
+
+def test_a_wrong_value_does_not_hide_what_settings_lack_together() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Settings.load({"server_port": "x", "ssl": True, "engine_cert_file": "/c.pem"})
+    lines = caught.value.lines
+    assert len(lines) == 2
+    assert lines[0].startswith("--server-port: must be a whole number")
+    assert lines[1] == "--ssl: needs SSL_KEYFILE: set it to the path of a PEM file"
 
 
 @pytest.mark.parametrize(

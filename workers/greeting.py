@@ -68,7 +68,7 @@ def greeting(
     if embedded:
         socket = unquote(urlsplit(settings.redis_url or "").path)
         lines.append(f"Embedded Redis: socket {socket}, data in {settings.state_dir / 'redis'}")
-    return "\n".join([*lines, "Ctrl-C stops all of it.", ""])
+    return "\n".join([*lines, "Ctrl-C stops all that this command has started.", ""])
 
 
 def _adding(add: str, to_us: str, url: str, settings: Settings) -> list[str]:

@@ -6,6 +6,7 @@ document came from.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,6 +26,10 @@ MEND = {
     State.PENDING: "it becomes ready with its first good answer to /health; look at its log and its address",
     State.ASLEEP: "it says so itself: wake it up, or wait until it has loaded its model",
 }
+
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+KEY_REFUSED = re.compile(r"\b(HTTP|answered) 40[13]\b").search
+WRONG_KEY = "it refuses our key: evenhand nodes add URL --key KEY, or --engine-key of `serve`, which is for all"
 
 
 def judge(state: Mapping[str, Any], asked: Mapping[str, str] | None = None) -> Iterator[Finding]:
@@ -47,6 +52,7 @@ def judge(state: Mapping[str, Any], asked: Mapping[str, str] | None = None) -> I
     if len(troubles) > TOLD:
         more = len(troubles) - TOLD
         yield warn("nodes.trouble", f"{more} more nodes are in trouble", "evenhand nodes list --all shows all of them")
+    yield from _twice(nodes)
     if asked is not None:
         yield from _answers(asked)
     if ready:
@@ -64,7 +70,7 @@ def _trouble(node: Mapping[str, Any], asked: Mapping[str, str] | None) -> Findin
         return warn(
             "nodes.trouble",
             says + (f"; asked from here: {seen}" if seen and seen != reason else ""),
-            MEND[State(state)],
+            WRONG_KEY if KEY_REFUSED(f"{reason} {seen}") else MEND[State(state)],
         )
     if node["breaker"] != Breaker.CLOSED:
         return warn(
@@ -76,9 +82,26 @@ def _trouble(node: Mapping[str, Any], asked: Mapping[str, str] | None) -> Findin
         return warn(
             "nodes.trouble",
             f"{url} is ready, but not for this host: {seen}",
-            "if workers run here: name resolution, firewall, the key in `evenhand nodes add --key` or --engine-key",
+            WRONG_KEY if KEY_REFUSED(seen) else "if workers run here: name resolution, firewall",
         )
     return None
+
+
+def _twice(nodes: list[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Nodes of this host under two names."""
+    alike: dict[str, list[str]] = {}
+    for node in nodes:
+        scheme, _, rest = str(node["url"]).partition("://")
+        host = next((name for name in LOCAL_HOSTS if rest == name or rest.startswith((f"{name}:", f"{name}/"))), None)
+        if host is not None:
+            alike.setdefault(f"{scheme}://{rest.removeprefix(host)}", []).append(node["url"])
+    for urls in alike.values():
+        if len(urls) > 1:
+            yield warn(
+                "nodes.twice",
+                f"most likely one engine, which gets twice its share: {' and '.join(urls)}",
+                f"if so, take one out: evenhand nodes remove {urls[-1]}",
+            )
 
 
 def _answers(asked: Mapping[str, str]) -> Iterator[Finding]:

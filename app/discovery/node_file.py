@@ -19,6 +19,7 @@ from app.discovery.listing import Listed, ReadFailed, Reading
 from app.discovery.sources import FileSource
 from app.errors import BadRequest
 from app.looked_at import LookedAt
+from app.nearest import nearest
 from app.nodes import (
     Role,
     normalise_url,
@@ -127,14 +128,20 @@ def parse_nodes(text: bytes, check_role: Callable[[Role], None] = lambda role: N
         raise Wrong(None, "is nested too deeply") from e
 
 
+_WORD = re.compile(r"[A-Za-z]+(_[A-Za-z]+)*").fullmatch
+"""What may be said of a file again: a key that stands in the place of a field has more than letters."""
+
+
 def _fields(loader: Any, node: Any, where: str, known: tuple[str, ...]) -> dict[str, Any]:
     """The nodes of the document below a mapping, by field."""
     found: dict[str, Any] = {}
     for name_node, value in node.value:
         name = name_node.value if isinstance(name_node, yaml.ScalarNode) else None
         if name not in known:
-            of = f"{where} has a field that is not known" if where else "has a field that is not known"
-            raise Wrong(name_node.start_mark, f"{of}; there are {', '.join(known)}")
+            named = f"the unknown field {name}" if name and _WORD(name) else "a field that is not known"
+            near = nearest(name or "", known)
+            hint = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
+            raise Wrong(name_node.start_mark, f"{where} has {named}; {hint}".lstrip())
         if name in found:
             raise Wrong(name_node.start_mark, f"{where + '.' if where else ''}{name} is there twice")
         found[name] = value

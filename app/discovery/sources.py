@@ -42,8 +42,11 @@ class DnsSource:
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
+    """`label`: the name before the path, by which hosts with lists of their own tell their sources apart."""
+
     name: str
     path: str
+    label: str = ""
 
 
 Source = DnsSource | FileSource
@@ -74,7 +77,7 @@ def _file(label: str, path: str, query: str) -> FileSource:
         raise ValueError("must be file:///PATH, the absolute path of a file")
     if query:
         raise ValueError("must have no options: they stand in the file")
-    return FileSource(f"file://{label.lower()}{path}", path)
+    return FileSource(f"file://{label.lower()}{path}", path, label.lower())
 
 
 def _dns(scheme: str, host: str, port: int | None, query: str) -> DnsSource:

@@ -775,6 +775,11 @@ def _documents() -> Schema:
             redis=whole(up={"type": "boolean"}, reason=perhaps(text)),
             registry_version=count,
             models=listed(text),
+            aliases={
+                "type": "object",
+                "additionalProperties": text,
+                "description": "Other names of these models: alias -> model.",
+            },
             nodes=listed(
                 whole(
                     url=text,
@@ -835,6 +840,7 @@ def _documents() -> Schema:
             ),
         ),
         "Explanation": whole(
+            alias={**perhaps(text), "description": "The name that was asked for, where it is an alias of the model."},
             model=text,
             strategy=strategies,
             redis=whole(up={"type": "boolean"}, reason=perhaps(text)),

@@ -52,13 +52,19 @@ class Arrangement:
     dummy_prefill: bool = False
     strategies: str = ""  # of models that have one of their own: JSON, model -> strategy
     grace_s: float | None = None  # how long a drain waits for running requests, where it is not told
+    aliases: str = ""  # other names of models: JSON, alias -> model
 
     def strategy_of(self, model: str) -> str:
-        try:
-            found = json.loads(self.strategies or "{}").get(model)
-        except (ValueError, AttributeError):
-            found = None
-        return found if found in WEIGHS else self.strategy
+        found = _table(self.strategies).get(model)
+        return found if isinstance(found, str) and found in WEIGHS else self.strategy
+
+    def aliases_among(self, snapshot: Snapshot) -> dict[str, str]:
+        """Alias -> model, as requests are routed: a model that a node has is itself, whatever the aliases say."""
+        return {
+            alias: model
+            for alias, model in _table(self.aliases).items()
+            if isinstance(model, str) and snapshot.knows(model) and not snapshot.knows(alias)
+        }
 
 
 def read_arrangement(fields: Mapping[str, str]) -> Arrangement | None:
@@ -68,8 +74,9 @@ def read_arrangement(fields: Mapping[str, str]) -> Arrangement | None:
         return None
     flags = {name: fields.get(name) == "1" for name in ("fallback", "dummy_prefill")}
     grace_s = _floats({"grace_s": fields.get("grace_s", "")}).get("grace_s")
+    strategies, aliases = fields.get("strategies", ""), fields.get("aliases", "")
     return Arrangement(
-        strategy, encoder_policy, serving, **flags, strategies=fields.get("strategies", ""), grace_s=grace_s
+        strategy, encoder_policy, serving, **flags, strategies=strategies, grace_s=grace_s, aliases=aliases
     )
 
 
@@ -143,11 +150,16 @@ class View:
                 raise
             arrangement, counts, trouble = self._arrangement, self._own_counts(self._ledger), e.message
         snapshot = self._registry.snapshot
+        alias, model = model, (arrangement.aliases_among(snapshot) if arrangement else {}).get(model, model)
         if not snapshot.knows(model):
             raise ModelNotFound(f"The model {model[:200]!r} does not exist.", param="model")
         alone = self._ledger if trouble is not None else None
         shunned = {url for url in snapshot.nodes if alone is not None and alone.shuns(url)}
-        return _of_redis(trouble) | explanation(snapshot, model, arrangement, counts, shunned)
+        return {
+            **_of_redis(trouble),
+            **explanation(snapshot, model, arrangement, counts, shunned),
+            "alias": alias if alias != model else None,
+        }
 
     async def watch(self) -> None:
         """Say that somebody looks: once a second. Raises StoreUnavailable."""
@@ -288,6 +300,7 @@ class View:
 def state_of(standing: Standing) -> Json:
     overview, arrangement = standing.overview, standing.arrangement
     nodes = overview.nodes
+    snapshot = Snapshot(overview.version, nodes)
     of_role: Counter[Role] = Counter()
     for url, node in nodes.items():
         of_role[node.role] += standing.requests.get(url, 0)
@@ -300,7 +313,8 @@ def state_of(standing: Standing) -> Json:
         "grace_s": arrangement and arrangement.grace_s,
         **_of_redis(standing.trouble),
         "registry_version": overview.version,
-        "models": Snapshot(overview.version, nodes).models(),
+        "models": snapshot.models(),
+        "aliases": arrangement.aliases_among(snapshot) if arrangement else {},
         "nodes": [_node(node, standing, of_role[node.role]) for node in nodes.values()],
         "workers": [_worker(worker, ends_ms, standing) for worker, ends_ms in sorted(overview.workers.items())],
         "encoders": _encoders(standing),
@@ -530,6 +544,14 @@ async def explain_over_redis(redis_url: str, namespace: str, model: str) -> Json
 
 def _word(value: str | float | None) -> str:
     return value if isinstance(value, str) else "" if value is None else f"{value:g}"
+
+
+def _table(text: str) -> Json:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {}
 
 
 def _counts(found: Mapping[str, str]) -> dict[str, int]:

@@ -6,7 +6,9 @@ answers before a person notices.
 
 from __future__ import annotations
 
+import http.client
 import json
+import re
 import ssl
 import urllib.error
 import urllib.request
@@ -24,6 +26,12 @@ SILENCE_S = 15.0
 """Events: a state comes each second, and a comment at least each 10 s; who says nothing for longer is gone."""
 LINE_BYTES = 64 * 2**20
 """A state of a fleet of 100,000 nodes; more is none."""
+LMDEPLOY_TEXT = re.compile(r" \(104\d\d: [^()]*\)$")
+"""What LMDeploy's own callers look for at the end of a message; people have read the reason before it."""
+NOT_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")
+"""OpenSSL's words, of its versions 1.1 to 3.5, for an answer that is no TLS."""
+TLS_ALERT = "\x15\x03"
+"""How it begins, type and version (RFC 8446, 5.1)."""
 
 
 class Refused(CommandError):
@@ -111,9 +119,22 @@ class ByUrl:
                 raise _refusal(e, with_key=bool(self._key)) from e
         except urllib.error.URLError as e:
             reason = _reason(e.reason)
-            raise CommandError(f"can't reach {self.name}: {reason}; is it another --url (EVENHAND_URL)?") from e
-        except (OSError, ValueError) as e:
-            raise CommandError(f"{self.name} did not answer as Evenhand does: {_reason(e)}") from e
+            hint = self._other_scheme(e.reason) or "is it another --url (EVENHAND_URL)?"
+            raise CommandError(f"can't reach {self.name}: {reason}; {hint}") from e
+        except (OSError, ValueError, http.client.HTTPException) as e:
+            hint = self._other_scheme(e)
+            text = f"{self.name} did not answer as Evenhand does: {_reason(e)}"
+            raise CommandError(f"{text}; {hint}" if hint else text) from e
+
+    def _other_scheme(self, e: object) -> str:
+        """A question, where http was spoken to who speaks TLS, or the other way round."""
+        scheme, _, rest = self.name.partition("://")
+        alert = isinstance(e, http.client.BadStatusLine) and str(e).startswith(TLS_ALERT)
+        if scheme == "http" and (alert or isinstance(e, ConnectionResetError)):
+            return f"is it https://{rest}?"
+        if scheme == "https" and isinstance(e, ssl.SSLError) and e.reason in NOT_TLS:
+            return f"is it http://{rest}?"
+        return ""
 
 
 def events(lines: Iterable[bytes]) -> Iterator[tuple[str, str]]:
@@ -140,6 +161,7 @@ def _refusal(e: urllib.error.HTTPError, *, with_key: bool) -> Refused:
         text, code = error["message"], error.get("code")
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         pass
+    text = LMDEPLOY_TEXT.sub("", text)
     if e.code == HTTPStatus.UNAUTHORIZED and not with_key:
         # How a header is sent is no matter of who types a command.
         text = text.partition(": send `")[0].rstrip(". ") + "; give --admin-key (EVENHAND_ADMIN_KEY)"

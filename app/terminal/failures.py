@@ -11,7 +11,7 @@ class CommandError(Exception):
 
 
 class UnknownModel(CommandError):
-    """No node was ever registered with that model."""
+    """No node is registered with that model."""
 
 
 @contextlib.contextmanager

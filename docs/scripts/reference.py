@@ -83,8 +83,15 @@ def readme_table() -> str:
     for name, field in Settings.model_fields.items():
         variables = ", ".join(f"`{variable}`" for variable in variables_of(name))
         choices = f" One of {', '.join(choices_of(field))}." if choices_of(field) else ""
-        rows.append(f"| `{flag_of(name)}` | {variables} | {default_of(name)} | {field.description}{choices} |")
+        rows.append(
+            f"| `{flag_of(name)}` | {variables} | {default_of(name)} | {_linked(field.description, 'docs/')}{choices} |"
+        )
     return "\n".join(rows)
+
+
+def _linked(text: str | None, folder: str = "") -> str:
+    """Pages that a help text names, as links; `folder`: where they are from the page that has the text."""
+    return re.sub(r"\bdocs/([\w-]+\.md)", rf"[\1]({folder}\1)", text or "")
 
 
 def settings_page() -> str:
@@ -96,7 +103,7 @@ def settings_page() -> str:
         facts = [f"`{_usage(name)}`", variables, _unit(name)]
         if default_of(name):
             facts.append(f"default `{default_of(name)}`")
-        parts.append(f"### {name.replace('_', '-')}\n\n{' · '.join(facts)}\n\n{field.description}\n")
+        parts.append(f"### {name.replace('_', '-')}\n\n{' · '.join(facts)}\n\n{_linked(field.description)}\n")
     return "\n".join(parts)
 
 

@@ -22,6 +22,8 @@ from docs.scripts.sequence import drawn
 ROOT = Path(__file__).resolve().parents[2]
 TAKEN_IN = {"lua/README.md": "redis-keys.md", "CHANGELOG.md": "changelog.md"}
 """Pages of the site that lie outside docs/: their path in the repository -> in the site."""
+LESS = 0.3
+"""Weight in the search of what is no guide: inner parts, and how it came to be so."""
 DIAGRAM = re.compile(r"(?ms)^```mermaid\n(.*?)^```$")
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^()\s]+)\)")
 
@@ -49,6 +51,8 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     name = page.file.src_uri
+    if name.startswith("decisions/") or name in TAKEN_IN.values():
+        page.meta["search"] = {"boost": LESS}
     source = next((path for path, taken in TAKEN_IN.items() if taken == name), f"docs/{name}")
 
     def resolved(match: re.Match[str]) -> str:

@@ -236,13 +236,20 @@ def test_counts_of_encoders_are_not_called_prefill_to_decode(site: Site, open_pa
     expect_text(page.locator("#links-name"), "Prefill to decode")
 
 
-def test_the_lists_read_as_sentences_and_nothing_is_cut(site: Site, open_page: Open) -> None:
-    page = open_page(site.url, width=780)
+@pytest.mark.parametrize("width", [780, 400])
+def test_the_lists_read_as_sentences_and_nothing_is_cut(site: Site, open_page: Open, width: int) -> None:
+    page = open_page(site.url, width=width)
     row(page, ONE).wait_for()
     assert page.locator("#sort option").all_inner_texts()[2] == "by trouble, worst first"
-    page.get_by_role("button", name="Add node").click()
     # As wide as it would like to be by itself.
-    fits = "e => { const given = e.offsetWidth; e.style.width = 'max-content'; return e.offsetWidth <= given; }"
+    fits = """e => {
+        const given = e.offsetWidth;
+        Object.assign(e.style, { flex: 'none', width: 'max-content', maxWidth: 'none' });
+        return e.offsetWidth <= given;
+    }"""
+    for name in ("filter-model", "filter-state", "sort", "decisions-which"):
+        assert page.locator(f"#{name}").evaluate(fits), name
+    page.get_by_role("button", name="Add node").click()
     assert page.locator("#add-role").evaluate(fits)
 
 

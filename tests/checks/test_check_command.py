@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -134,10 +135,27 @@ def test_nodes_are_asked_with_the_keys_that_workers_send(
     assert checked.trouble == {} and "its-own" not in str(checked.document)
 
 
-@pytest.mark.parametrize("words", ["--url http://a --state-dir /x", "--url http://a --engine-key k"])
+@pytest.mark.parametrize("words", ["--state-dir /x", "--engine-key k", "--config /x.toml"])
 def test_options_of_redis_beside_a_url(capsys: pytest.CaptureFixture[str], words: str) -> None:
-    assert cli.main(["check", *words.split()]) == 2
-    assert capsys.readouterr().err.startswith("evenhand check: --state-dir and --engine-key go without --url")
+    assert cli.main(["check", "--url", "http://a", *words.split()]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("evenhand check: --config, --state-dir and --engine-key go without --url")
+
+
+def test_a_broken_file_of_keys_is_a_finding_and_no_end(
+    check: Check, deployed: Space, view: ScriptedView, tmp_path: Path
+) -> None:
+    keys, config = tmp_path / "keys", tmp_path / "evenhand.toml"
+    keys.write_text("sk-1\nhush hush\n")
+    config.write_text(f'redis-url = "{deployed.url}"\napi-keys-file = "{keys}"\n')
+    checked = check("--config", str(config))
+    assert checked.trouble == {"host.keys": "bad"}
+    assert checked.of("host.keys")[0].startswith(f"{config}:2: api-keys-file: {keys}:2: must be one key")
+    assert "hush" not in str(checked.document)
+    keys.write_text("sk-1\n")
+    assert check("--config", str(config)).trouble == {}
+    config.write_text("wrong = 1\n")
+    assert cli.main(["check", "--config", str(config)]) == 2
 
 
 def test_a_setting_that_is_wrong_is_one_line(

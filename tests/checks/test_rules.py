@@ -67,6 +67,40 @@ def test_a_role_without_a_ready_node(roles: str, serving: str | None, trouble: d
     assert levels(nodes.judge(cluster_of(*roles.split(), serving=serving))) == trouble
 
 
+def mends(findings: Iterable[Finding], check: str) -> list[str]:
+    return [finding.mend for finding in findings if finding.check == check]
+
+
+def test_a_node_that_refuses_our_key_is_mended_by_a_key() -> None:
+    well = node("http://w:1")
+    for reason in ("HTTP 401", "engine http://a:1 answered 403 to /v1/models"):
+        pending = node("http://a:1", state="pending", reason=reason)
+        (mend,) = mends(nodes.judge(state(well, pending)), "nodes.trouble")
+        assert mend.startswith("it refuses our key: evenhand nodes add URL --key KEY, or --engine-key")
+    (mend,) = mends(nodes.judge(state(well), {"http://w:1": "it says HTTP 403"}), "nodes.trouble")
+    assert mend.startswith("it refuses our key")
+    loads = node("http://a:1", state="pending", reason="HTTP 503")
+    (mend,) = mends(nodes.judge(state(well, loads)), "nodes.trouble")
+    assert mend.startswith("it becomes ready with its first good answer")
+
+
+@pytest.mark.parametrize(
+    ("urls", "twice"),
+    [
+        ("http://localhost:1 http://127.0.0.1:1", True),
+        ("http://[::1]:1/llm http://localhost:1/llm", True),
+        ("http://localhost http://127.0.0.1", True),
+        ("http://localhost:1 http://127.0.0.1:2", False),
+        ("http://localhost:1 https://127.0.0.1:1", False),
+        ("http://localhost.example:1 http://127.0.0.1:1", False),
+        ("http://a:1 http://127.0.0.1:1", False),
+    ],
+)
+def test_an_engine_of_this_host_under_two_names(urls: str, twice: bool) -> None:
+    found = list(nodes.judge(state(*(node(url) for url in urls.split()))))
+    assert levels(found) == ({"nodes.twice": "warn"} if twice else {})
+
+
 def test_models_without_a_ready_node_and_with_one_only() -> None:
     said = state(
         node("http://a", models=["two", "one", "none"], state="ready"),

@@ -69,14 +69,27 @@ def test_a_list_may_be_empty(text: bytes) -> None:
         (b"{}\n", "line 1: must have the field nodes"),
         (b"\nnodes:\n", "line 2: nodes must be a list; one without nodes is written []"),
         (b"nodes: {}\n", "line 1: nodes must be a list; one without nodes is written []"),
-        (b"nodes: []\nnode: []\n", "line 2: has a field that is not known; there are nodes"),
+        (b"nodes: []\nnode: []\n", "line 2: has the unknown field node; did you mean nodes?"),
         (b"nodes: []\nnodes: []\n", "line 2: nodes is there twice"),
         (b"nodes:\n  - http://a\n", "line 2: nodes[0] must be a mapping with the field url"),
         (b"nodes:\n  - role: 1\n", "line 2: nodes[0].url must be a non-empty string such as http://10.0.0.5:23333"),
         (b"nodes:\n  - url: ftp://a\n", "line 2: nodes[0].url must start with http:// or https://"),
         (
             b"nodes:\n  - url: http://a\n  - url: http://b\n    rle: 1\n",
-            "line 4: nodes[1] has a field that is not known; there are url, role, models, speed, key, host_header, "
+            "line 4: nodes[1] has the unknown field rle; did you mean role?",
+        ),
+        (
+            b"nodes:\n  - url: http://a\n    zone: 1\n",
+            "line 3: nodes[0] has the unknown field zone; there are url, role, models, speed, key, host_header, "
+            "bootstrap_port",
+        ),
+        (
+            b"nodes:\n  - url: http://a\n    host-header: a\n",
+            "line 3: nodes[0] has a field that is not known; did you mean host_header?",
+        ),
+        (
+            b"nodes:\n  - {url: http://a, sk-hush}\n",
+            "line 2: nodes[0] has a field that is not known; there are url, role, models, speed, key, host_header, "
             "bootstrap_port",
         ),
         (b"nodes:\n  - url: http://a\n    url: http://b\n", "line 3: nodes[0].url is there twice"),

@@ -45,7 +45,7 @@ def dns(name: str, host: str, port: int | None, **more: Any) -> DnsSource:
         ("dns://e:1?resolver=[::1]", dns("dns://e:1", "e", 1, resolver=("::1", 53))),
         ("file:///etc/evenhand/nodes.yaml", FileSource("file:///etc/evenhand/nodes.yaml", "/etc/evenhand/nodes.yaml")),
         ("file:///a%20b.yaml", FileSource("file:///a b.yaml", "/a b.yaml")),
-        ("file://GPU1/etc/n.yaml", FileSource("file://gpu1/etc/n.yaml", "/etc/n.yaml")),
+        ("file://GPU1/etc/n.yaml", FileSource("file://gpu1/etc/n.yaml", "/etc/n.yaml", "gpu1")),
     ],
 )
 def test_what_a_source_is(text: str, source: object) -> None:

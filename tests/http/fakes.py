@@ -242,6 +242,7 @@ class FakeSeen:
             "redis": {"up": self.up, "reason": None if self.up else "it is away"},
             "registry_version": 3,
             "models": ["m"],
+            "aliases": {},
             "nodes": [],
             "workers": [{"id": "w1", "lease_s": 7.5, "unfinished": 2, "nodes": {"http://a": 2}}],
             "encoders": {"cursor": 0, "next": None, "urls": []},

@@ -131,7 +131,7 @@ def test_a_bad_file_changes_nothing_and_is_told_once(hosts: Hosts, engine_factor
     hosts.list(one)
     eventually(lambda: hosts.state(one) == "ready", within_s=10)
     hosts.write(f"nodes:\n  - url: {one.url}\n    spede: 2\n  - url: http://127.0.0.1:9\n")
-    words = r"line 3: nodes\[0\] has a field that is not known.*; its nodes stay as they are"
+    words = r"line 3: nodes\[0\] has the unknown field spede; did you mean speed\?; its nodes stay as they are"
     eventually(lambda: hosts.told(words) == 1, within_s=5)
     hosts.path.unlink()
     eventually(lambda: hosts.told("can't be read: No such file or directory; its nodes stay") == 1, within_s=5)

@@ -14,11 +14,12 @@ from app import __version__
 from app.errors import ConfigurationError, ModelNotFound, StoreUnavailable
 from app.http.openapi import document
 from app.journey import Journey, current
-from app.nodes import Role, State
+from app.nodes import Node, Role, State
 from app.store.ledger import Ticket
 from app.store.links import Link
 from app.store.registry import BreakerRules
-from app.store.view import Arrangement, View, explain_over_redis, over_redis, view_over_redis
+from app.store.snapshot import Snapshot
+from app.store.view import Arrangement, View, explain_over_redis, over_redis, read_arrangement, view_over_redis
 from tests.store.harness import Worker, give_back, of, workers
 from tests.store.test_dispatched import counts
 from tests.store.test_sight import role, served
@@ -80,6 +81,7 @@ async def test_a_state_is_what_all_workers_share(redis: Space) -> None:
             "redis": {"up": True, "reason": None},
             "registry_version": 9,
             "models": ["m", "n"],
+            "aliases": {},
             "nodes": [
                 common
                 | {"url": A, "role": "Hybrid", "state": "ready", "speed": 2.0, "unfinished": 5, "failures": 1}
@@ -300,6 +302,37 @@ async def test_an_unknown_model_is_none_and_a_known_one_without_nodes_has_no_can
             await worker.view.explain("another")
 
 
+ALIASES = '{"gpt": "m", "one": "m", "gone": "nobody\'s"}'
+
+
+async def test_an_alias_is_explained_as_its_model_also_to_who_has_only_redis(redis: Space) -> None:
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        await worker.add_ready(A)
+        await worker.add_ready(C, models=("one",))
+        seen = seen_as(worker, Arrangement("random", "round_robin", "Hybrid", aliases=ALIASES))
+        await worker.take_nothing()
+        redis.cli("HSET", redis.key("arrangement"), "aliases", ALIASES)
+        for by_alias in (await seen.explain("gpt"), await explain_over_redis(redis.url, redis.namespace, "gpt")):
+            conforms("Explanation", by_alias)
+            assert (by_alias["alias"], by_alias["model"]) == ("gpt", "m")
+            assert set(chances(by_alias, *HYBRID)) == {A}
+        itself = await seen.explain("one")
+        assert (itself["alias"], itself["model"]) == (None, "one"), "what a node has is itself"
+        with pytest.raises(ModelNotFound, match="'gone'"):
+            await seen.explain("gone")
+        state = await seen.state()
+        conforms("State", state)
+        assert state["aliases"] == {"gpt": "m"}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"x"', '{"gpt": ["m"], "m": 1}'])
+def test_what_redis_says_of_aliases_may_be_rubbish(text: str) -> None:
+    said = {"strategy": "random", "encoder_policy": "weighted", "serving": "Hybrid", "aliases": text}
+    arrangement = read_arrangement(said)
+    assert arrangement is not None
+    assert arrangement.aliases_among(Snapshot(1, {A: Node(A, models=("m",))})) == {}
+
+
 def seen_as(worker: Worker, arrangement: Arrangement) -> View:
     return View(registry=worker.registry, keys=worker.keys, ledger=worker.ledger, arrangement=arrangement)
 
@@ -437,6 +470,7 @@ async def test_while_somebody_watches_workers_say_again_what_they_go_by(redis: S
             "fallback": "0",
             "dummy_prefill": "0",
             "strategies": "",
+            "aliases": "",
             "grace_s": "120",
         }
 

@@ -57,6 +57,7 @@ def state(*nodes: dict[str, Any], **given: Any) -> dict[str, Any]:
         "redis": {"up": True, "reason": ""},
         "registry_version": 12,
         "models": list(dict.fromkeys(model for one in nodes for model in one["models"])),
+        "aliases": {},
         "nodes": list(nodes),
         "workers": [worker("vm-11-aa"), worker("vm-12-bb")],
         "encoders": {"cursor": 0, "next": None, "urls": []},
@@ -106,6 +107,7 @@ def candidate(url: str, **given: Any) -> dict[str, Any]:
 def explain(*candidates: dict[str, Any], **given: Any) -> dict[str, Any]:
     return {
         "model": "m",
+        "alias": None,
         "strategy": "min_expected_latency",
         "redis": {"up": True, "reason": None},
         "rule": "Least unfinished / speed; ties by chance.",

@@ -53,6 +53,14 @@ def test_a_choice_without_candidates_says_what_a_request_gets() -> None:
     assert lines[1:] == ["", "Hybrid or Decode: 0 candidates", "  nobody: a request would get a 503"]
 
 
+def test_an_alias_is_told_with_its_model() -> None:
+    lines = list(told(explain(alias="gpt\x1b")))
+    assert lines[:2] == ["gpt? is an alias of m", "model m, strategy min_expected_latency"]
+    older = explain()
+    del older["alias"]
+    assert next(told(older)) == "model m, strategy min_expected_latency"
+
+
 def test_counts_of_one_worker_are_called_that() -> None:
     lines = list(told(explain(redis={"up": False, "reason": "Connection refused"})))
     assert lines[2] == "Redis is away (Connection refused): the counts are of the answering worker only"
@@ -83,14 +91,14 @@ def test_the_document_itself_is_printed_on_demand(
 def test_an_unknown_model_is_one_line_that_names_the_known_ones(
     run: Run, deployment: Scripted, view: ScriptedView, capsys: pytest.CaptureFixture[str], way: str
 ) -> None:
-    deployment.state = view.said = state(models=["llama", "qwen\x1b[2J"])
+    deployment.state = view.said = state(models=["llama", "qwen\x1b[2J"], aliases={"gpt-4o": "llama"})
     flags = ["--url", deployment.url] if way == "http" else ["--redis-url", "redis://r"]
     assert run("explain", "--model", "lama", *flags) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
-        "evenhand explain: no node was ever registered with the model lama; did you mean llama? "
-        "there are llama, qwen?[2J\n"
+        "evenhand explain: no node is registered with the model lama; did you mean llama? "
+        "there are llama, qwen?[2J, gpt-4o\n"
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -206,6 +208,35 @@ def test_something_else_at_the_address_is_one_line(
     assert run(*command.split(), "--url", deployment.url) == 1
     err = capsys.readouterr().err
     assert "did not answer as Evenhand does" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("scheme", "answer", "hint"),
+    [
+        ("http", b"\x15\x03\x01\x00\x02\x02\x46", "is it https://127.0.0.1:PORT?"),  # an alert of TLS
+        ("http", b"", "is it https://127.0.0.1:PORT?"),
+        ("http", b"SSH-2.0-OpenSSH_9.2\r\n", ""),
+        ("https", b"HTTP/1.1 400 Bad Request\r\n\r\n", "is it http://127.0.0.1:PORT?"),
+    ],
+)
+def test_a_url_with_the_other_scheme_is_asked_about(
+    run: Run, capsys: pytest.CaptureFixture[str], scheme: str, answer: bytes, hint: str
+) -> None:
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=[listener])
+        thread.start()
+        port = listener.getsockname()[1]
+        assert run("nodes", "list", "--url", f"{scheme}://127.0.0.1:{port}") == 1
+        thread.join()
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.endswith(f"; {hint.replace('PORT', str(port))}\n") if hint else "is it" not in err
 
 
 @pytest.mark.parametrize("command", ["top --once", "explain --model m"])
