@@ -22,7 +22,9 @@ from tests.support.deployment import ROOT, Deployment
 from tests.support.epd import EpdEngine, Fabric, Part
 from tests.support.epd_floor import Floor, floor_on, image, pictures, text, user, video
 from tests.support.loop import LoopThread
+from tests.support.process import Process
 from tests.support.redis import PrivateRedis, Space
+from tests.support.template import TEMPLATE
 from tests.support.wait import eventually
 
 SETTINGS = {"probe_interval_s": 1, "lease_s": 2}
@@ -297,25 +299,21 @@ Refusals = dict[str, "Future[tuple[int, str]]"]
 
 
 @pytest.fixture(scope="module")
-def refusals(redis_server: PrivateRedis) -> Iterator[Refusals]:
+def refusals(redis_server: PrivateRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Refusals]:
     """All of them, two at a time: each is a process that ends by itself; its exit code and what it wrote."""
     words = ["serve", "--server-name", "127.0.0.1", "--server-port", "0", "--workers", "1"]
     words += ["--redis-url", redis_server.url, "--namespace", "refused"]
+    directory = tmp_path_factory.mktemp("refusals")
 
     def serve(name: str) -> tuple[int, str]:
-        process = subprocess.Popen(
-            [*EVENHAND, *words, *REFUSED[name][0]],
-            env=environment(COLUMNS="200"),
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        log_file = directory / str(list(REFUSED).index(name))
+        command = [*EVENHAND, *words, *REFUSED[name][0]]
+        process = Process(command, log_file=log_file, env=environment(COLUMNS="200"), cwd=ROOT, template=TEMPLATE)
         try:
-            return process.wait(10), process.communicate()[1]
+            return process.wait(10), process.log()
         except subprocess.TimeoutExpired:
-            process.terminate()  # it serves: stopped properly, it takes its workers along
-            return 0, process.communicate(timeout=20)[1] + "\nit served"
+            process.stop(within_s=20)  # it serves: stopped properly, it takes its workers along
+            return 0, process.log() + "\nit served"
 
     with ThreadPoolExecutor(2) as pool:
         yield {name: pool.submit(serve, name) for name in REFUSED}
