@@ -26,6 +26,7 @@ from app import __version__, cli, nodes_command
 from app.settings import Settings, flag_of
 from tests.support.process import Process, children
 from tests.support.process import command as command_of
+from tests.support.template import TEMPLATE
 from tests.support.wait import eventually
 from workers.endpoint import Endpoint
 from workers.greeting import greeting
@@ -446,7 +447,7 @@ class Served:
 
     def __init__(self, state_dir: Path, log_file: Path, *words: str) -> None:
         words = ("--server-name", "127.0.0.1", "--server-port", "0", "--state-dir", str(state_dir), *words)
-        self.process = Process([*EVENHAND, "serve", *words], log_file=log_file, cwd=ROOT)
+        self.process = Process([*EVENHAND, "serve", *words], log_file=log_file, cwd=ROOT, template=TEMPLATE)
         eventually(lambda: "Ctrl-C stops all that this command has started." in self.process.log(), within_s=30)
         self.greeting = self.process.log()
         self.url = re.search(r"serves (http://\S+) with", self.greeting)[1]  # type: ignore[index]
@@ -590,7 +591,7 @@ def test_every_line_of_stderr_is_json_where_that_is_asked_for(state_dir: Path, t
 
 @pytest.mark.timeout(60)
 def test_the_greeting_waits_a_moment_for_the_nodes_that_are_named(state_dir: Path, tmp_path: Path) -> None:
-    engine = Process([*EVENHAND, "engine", "--model", "m"], log_file=tmp_path / "engine", cwd=ROOT)
+    engine = Process([*EVENHAND, "engine", "--model", "m"], log_file=tmp_path / "engine", cwd=ROOT, template=TEMPLATE)
     try:
         url = eventually(lambda: re.search(r"http://\S+", engine.log()), within_s=10)[0]
         served = Served(state_dir, tmp_path / "log", "--workers", "1", "--nodes", url)
@@ -631,7 +632,9 @@ def test_dead_workers_are_replaced_and_the_end_comes_though_nobody_reads_stderr(
 @pytest.mark.timeout(60)
 def test_a_reload_that_is_asked_for_during_the_start_comes_when_it_has_started(state_dir: Path, tmp_path: Path) -> None:
     words = ["--server-name", "127.0.0.1", "--server-port", "0", "--state-dir", str(state_dir), "--workers", "1"]
-    process = Process([*EVENHAND, "serve", *words, "--log-level", "INFO"], log_file=tmp_path / "log", cwd=ROOT)
+    process = Process(
+        [*EVENHAND, "serve", *words, "--log-level", "INFO"], log_file=tmp_path / "log", cwd=ROOT, template=TEMPLATE
+    )
     try:
         eventually(lambda: any("gunicorn" in command_of(pid) for pid in children(process.pid)), within_s=30)
         process.send(signal.SIGHUP)

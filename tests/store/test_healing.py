@@ -313,6 +313,9 @@ async def ended(task: asyncio.Task[None]) -> None:
         await task
 
 
+HOT = ["version", "sessions", "unfinished", "unfinished:w1", "workers", "explored", "latency_mean"]
+
+
 # --- the promise ----------------------------------------------------------------------------------
 
 
@@ -362,7 +365,7 @@ DAMAGES = {name: [damage for damage in RUBBISH if damage[1] == name] for name in
 @pytest.mark.parametrize(
     ("name", "damages"),
     [
-        # One each; every one is met under traffic below, and while all is idle in the long run.
+        # One each; all of all in the long run.
         *[pytest.param(name, damages[-1:], id=name) for name, damages in DAMAGES.items()],
         *[pytest.param(name, damages, marks=pytest.mark.long, id=f"{name}-all") for name, damages in DAMAGES.items()],
     ],
@@ -379,7 +382,13 @@ async def test_rubbish_is_healed_while_all_is_idle(redis: Space, name: str, dama
         await scene.goes_on()
 
 
-@pytest.mark.parametrize("name", KEYS)
+# Those that each request reads or writes, and one that none does; all in the long run.
+UNDER_TRAFFIC = [*HOT, "engine_keys", f"node:{A}"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in UNDER_TRAFFIC else pytest.mark.long) for name in KEYS]
+)
 async def test_damage_is_healed_under_traffic_and_no_request_fails(redis: Space, name: str) -> None:
     async with running(redis) as scene, Load(scene.made) as load:
         scene.write_over(name, "list" if type_of(name) == "string" else "string")
@@ -430,7 +439,6 @@ async def test_without_the_mechanism_it_is_not_healed(redis: Space, name: str, m
         await scene.goes_on()
 
 
-HOT = ["version", "sessions", "unfinished", "unfinished:w1", "workers", "explored", "latency_mean"]
 READ = ["version", "nodes", "engine_keys", f"node:{A}", "unfinished", f"latency:{A}"]
 
 
