@@ -961,7 +961,7 @@ BODY = st.fixed_dictionaries(
     {"messages": st.lists(MESSAGE, max_size=4) | JSON},
     optional={"model": JSON, "mm_processor_kwargs": JSON, "priority": JSON, "ec_transfer_params": JSON},
 )
-QUICK = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @QUICK

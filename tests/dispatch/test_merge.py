@@ -257,7 +257,7 @@ async def test_only_the_figures_of_a_stream_are_changed(end: bytes, space: bytes
     assert found == a_stream(RIGHT, end, space)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     end=st.sampled_from(ENDS),
     cuts=st.lists(st.integers(0, 600), max_size=40),
