@@ -90,30 +90,30 @@ class Parser(argparse.ArgumentParser):
 def load(command: str) -> tuple[AddArguments, Run]:
     # Each by its own import: so the import rules see it.
     if command == "serve":
-        from app import serve_command
+        from app.commands import serve
 
-        return serve_command.add_arguments, serve_command.run
+        return serve.add_arguments, serve.run
     if command == "config":
-        from app import config_command
+        from app.commands import config
 
-        return config_command.add_arguments, config_command.run
+        return config.add_arguments, config.run
     if command == "nodes":
-        from app import nodes_command
+        from app.commands import nodes
 
-        return nodes_command.add_arguments, nodes_command.run
+        return nodes.add_arguments, nodes.run
     if command == "top":
-        from app import top_command
+        from app.commands import top
 
-        return top_command.add_arguments, top_command.run
+        return top.add_arguments, top.run
     if command == "explain":
-        from app import explain_command
+        from app.commands import explain
 
-        return explain_command.add_arguments, explain_command.run
+        return explain.add_arguments, explain.run
     if command == "check":
-        from app import check_command
+        from app.commands import check
 
-        return check_command.add_arguments, check_command.run
-    from workers import engine
+        return check.add_arguments, check.run
+    from workers.engine import command as engine
 
     return engine.add_arguments, engine.run
 

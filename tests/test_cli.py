@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from app import __version__, cli, nodes_command
+from app import __version__, cli
+from app.commands import nodes as nodes_command
 from app.settings import Settings, flag_of
 from tests.support.process import Process, children
 from tests.support.process import command as command_of

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.process import Process
-from workers import engine_answers as answers
-from workers.engine_answers import Answer, Knobs
-from workers.engine_http import Record
-from workers.engine_server import Engine
+from workers.engine import answers
+from workers.engine.answers import Answer, Knobs
+from workers.engine.http import Record
+from workers.engine.server import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "sim"

@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
+from app.commands.serve import METAVARS
 from app.http.openapi import document
-from app.serve_command import METAVARS
 from app.settings import Settings, allowed, choices_of, flag_of, is_list, variables_of
 
 ROOT = Path(__file__).resolve().parents[2]

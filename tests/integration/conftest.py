@@ -23,7 +23,7 @@ from tests.support.epd_floor import Floor, floor_on
 from tests.support.loop import LoopThread
 from tests.support.quiet import quiet_check
 from tests.support.redis import PrivateRedis
-from workers.engine_answers import Knobs
+from workers.engine.answers import Knobs
 
 # --- one deployment for many modules
 

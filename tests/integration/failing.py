@@ -15,7 +15,7 @@ from tests.support import load
 from tests.support.engine import SimulatedEngine
 from tests.support.redis import Space
 from tests.support.wait import eventually
-from workers.engine_http import Record
+from workers.engine.http import Record
 
 ONLY_CHATS = "messages"  # `only_for`: a fault that leaves /health alone
 HOLD = "held"

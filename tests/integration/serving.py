@@ -31,7 +31,7 @@ from tests.support.loop import LoopThread
 from tests.support.quiet import quiet_check
 from tests.support.redis import PrivateRedis, Space
 from tests.support.wait import eventually
-from workers.engine_http import Record
+from workers.engine.http import Record
 
 Factory = Callable[..., SimulatedEngine]
 

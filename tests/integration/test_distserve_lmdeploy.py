@@ -1,6 +1,6 @@
 """LMDeploy DistServe: what prefill and decode get, by whichever path and id, and what a client can't get in.
 
-The engines hold every field to the protocol (`workers.engine_books`), and each test ends with nothing held.
+The engines hold every field to the protocol (`workers.engine.books`), and each test ends with nothing held.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prefill/decode with NIXL, Mooncake and SGLang: what holds for all of them.
 
-The engines keep books (`workers.engine_pd`): every test ends with nothing held, no count, and no engine that was asked
+The engines keep books (`workers.engine.pd`): every test ends with nothing held, no count, and no engine that was asked
 what is not in its protocol. What one protocol has for itself is in the files named after it, LMDeploy in its own.
 """
 
@@ -21,7 +21,7 @@ from tests.support.engine import SimulatedEngine
 from tests.support.loop import LoopThread
 from tests.support.pd_vllm import Leaving, PdFloor, pd_floor, timings, usage_of, without_usage
 from tests.support.wait import eventually
-from workers.engine_pd_rules import CHAT, COMPLETIONS, NIXL_WANTED, Protocol
+from workers.engine.pd_rules import CHAT, COMPLETIONS, NIXL_WANTED, Protocol
 
 PROTOCOLS: tuple[Protocol, ...] = ("nixl", "mooncake", "sglang")
 

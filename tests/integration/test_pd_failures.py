@@ -1,6 +1,6 @@
 """Prefill/decode with NIXL, Mooncake and SGLang: either leg fails, or the client leaves.
 
-The engines keep books (`workers.engine_pd`): every test ends with nothing held, no count, and no engine that was asked
+The engines keep books (`workers.engine.pd`): every test ends with nothing held, no count, and no engine that was asked
 what is not in its protocol.
 """
 
@@ -18,7 +18,7 @@ from tests.support.loop import LoopThread
 from tests.support.pd_vllm import Leaving, PdFloor, PdVllmEngine, pd_floor, took_s
 from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
-from workers.engine_pd_rules import Protocol
+from workers.engine.pd_rules import Protocol
 
 PROTOCOLS: tuple[Protocol, ...] = ("nixl", "mooncake", "sglang")
 PREFILL_TIMEOUT_S, FIRST_BYTE_S = 2.0, 1.0

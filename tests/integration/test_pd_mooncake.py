@@ -1,6 +1,6 @@
 """Prefill/decode with vLLM's Mooncake connector: bootstrap queries, transfer ids, both legs at once.
 
-Source: vLLM's Mooncake proxy; the engines are those of `workers.engine_mooncake`.
+Source: vLLM's Mooncake proxy; the engines are those of `workers.engine.mooncake`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prefill/decode with vLLM's NIXL connector, pull: `kv_transfer_params` out, in and on.
 
-Source: vLLM's NIXL toy proxy; the engines are those of `workers.engine_nixl`.
+Source: vLLM's NIXL toy proxy; the engines are those of `workers.engine.nixl`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tests.support import load
 from tests.support.loop import LoopThread
 from tests.support.pd_vllm import PdFloor, PdVllmEngine, pd_floor
 from tests.support.redis import PrivateRedis
-from workers.engine_pd_rules import Protocol
+from workers.engine.pd_rules import Protocol
 
 pytestmark = pytest.mark.long
 

@@ -1,6 +1,6 @@
 """Prefill/decode with SGLang's bootstrap: the same body on both legs, which meet in a room.
 
-Source: SGLang's mini_lb; the engines are those of `workers.engine_sglang`.
+Source: SGLang's mini_lb; the engines are those of `workers.engine.sglang`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from tests.support.epd_floor import pictures
 from tests.support.loop import LoopThread
 from tests.support.pd_vllm import pd_floor
 from tests.support.redis import PrivateRedis
-from workers.engine_pd_rules import Protocol
+from workers.engine.pd_rules import Protocol
 
 pytestmark = pytest.mark.long
 

@@ -36,7 +36,7 @@ from tests.support.loop import LoopThread
 from tests.support.quiet import quiet_check
 from tests.support.redis import PrivateRedis, Space
 from tests.support.wait import eventually
-from workers.engine_answers import Knobs
+from workers.engine.answers import Knobs
 
 KEY = "clients-key"
 

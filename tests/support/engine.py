@@ -7,13 +7,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.support.loop import LoopThread
-from workers.engine_answers import Knobs
-from workers.engine_http import Record
-from workers.engine_server import Engine, Stats
+from workers.engine.answers import Knobs
+from workers.engine.http import Record
+from workers.engine.server import Engine, Stats
 
 
 class SimulatedEngine:
-    """Starts at once; a context manager. The knobs are those of `workers.engine_answers.Knobs`.
+    """Starts at once; a context manager. The knobs are those of `workers.engine.answers.Knobs`.
 
         with SimulatedEngine(ttft_s=0.1, chunks=5) as engine:
             engine.set(status=500)          # in force for every request that arrives from here on

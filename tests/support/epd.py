@@ -31,11 +31,11 @@ from tests.support.epd_rules import (
     url_of,
 )
 from tests.support.loop import LoopThread
-from workers import engine_answers as answers
-from workers.engine_answers import Answer, Knobs
-from workers.engine_http import Record
-from workers.engine_rules import Refused, need, parse
-from workers.engine_server import Engine
+from workers.engine import answers
+from workers.engine.answers import Answer, Knobs
+from workers.engine.http import Record
+from workers.engine.rules import Refused, need, parse
+from workers.engine.server import Engine
 
 Part = Literal["encode", "prefill", "decode", "both"]
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from workers.engine_rules import need
+from workers.engine.rules import need
 
 EMBEDS_OF = {
     "image_url": "image_embeds",

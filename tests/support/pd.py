@@ -25,11 +25,11 @@ from tests.support.loop import LoopThread
 from tests.support.quiet import quiet_check
 from tests.support.redis import Space
 from tests.support.wait import eventually
-from workers.engine_answers import Knobs
-from workers.engine_books import Fabric
-from workers.engine_http import Record
-from workers.engine_lmdeploy import Call, LmdeployEngine, Traits
-from workers.engine_rules import parse
+from workers.engine.answers import Knobs
+from workers.engine.books import Fabric
+from workers.engine.http import Record
+from workers.engine.lmdeploy import Call, LmdeployEngine, Traits
+from workers.engine.rules import parse
 
 __all__ = ["Fabric", "Floor", "Leaving", "PdEngine", "floor_on"]
 

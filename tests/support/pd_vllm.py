@@ -26,14 +26,14 @@ from tests.support.loop import LoopThread
 from tests.support.quiet import quiet_check
 from tests.support.redis import Space
 from tests.support.wait import eventually
-from workers.engine_http import Record
-from workers.engine_mooncake import MooncakeEngine
-from workers.engine_nixl import NixlEngine
-from workers.engine_pd import Fabric, PdEngine
-from workers.engine_pd_answers import PdKnobs
-from workers.engine_pd_rules import Body, Leg, Protocol
-from workers.engine_rules import parse
-from workers.engine_sglang import SglangEngine
+from workers.engine.http import Record
+from workers.engine.mooncake import MooncakeEngine
+from workers.engine.nixl import NixlEngine
+from workers.engine.pd import Fabric, PdEngine
+from workers.engine.pd_answers import PdKnobs
+from workers.engine.pd_rules import Body, Leg, Protocol
+from workers.engine.rules import parse
+from workers.engine.sglang import SglangEngine
 
 ROLE_OF: dict[Leg, str] = {"prefill": "Prefill", "decode": "Decode"}
 KINDS: dict[Protocol, type[PdEngine]] = {"nixl": NixlEngine, "mooncake": MooncakeEngine, "sglang": SglangEngine}
@@ -44,7 +44,7 @@ _bootstrap_ports = itertools.count(20001)  # of SGLang: nobody listens there, bu
 class PdVllmEngine(SimulatedEngine):
     """One engine in the loop of the tests.
 
-    engine.set(status=500, lease_s=1)            # the knobs of `workers.engine_pd_answers.PdKnobs`
+    engine.set(status=500, lease_s=1)            # the knobs of `workers.engine.pd_answers.PdKnobs`
     engine.set_bootstrap(status=503)             # those of a Mooncake prefill engine's bootstrap server
     engine.pd.recomputed, .expired, .engine_ids  # its books
     """

@@ -37,9 +37,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FORKED = ("app.cli", "gunicorn")
 LOADED = (
     "app.main",
-    "app.serve_command",
+    "app.commands.serve",
     "gunicorn.app.wsgiapp",
-    "workers.engine",
+    "workers.engine.command",
     "workers.master",
     "workers.server",
     "workers.supervisor",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from app.explain_command import told
+from app.commands.explain import told
 from tests.support.contract import Scripted, ScriptedView, candidate, explain, state
 
 Run = Callable[..., int]

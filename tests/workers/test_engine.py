@@ -24,7 +24,7 @@ from tests.support.engine import SimulatedEngine
 from tests.support.http import request
 from tests.support.process import Process
 from tests.support.wait import aeventually, eventually
-from workers.engine import add_arguments
+from workers.engine.command import add_arguments
 
 Factory = Callable[..., SimulatedEngine]
 
@@ -588,7 +588,7 @@ def test_it_ends_without_a_shared_loop() -> None:
 
 COMMAND = """
 import argparse, sys
-from workers import engine
+from workers.engine import command as engine
 parser = argparse.ArgumentParser()
 engine.add_arguments(parser)
 sys.exit(engine.run(parser.parse_args()))

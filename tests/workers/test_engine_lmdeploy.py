@@ -24,9 +24,9 @@ from tests.support.pd import Fabric, PdEngine
 from tests.support.process import Process
 from tests.support.template import TEMPLATE
 from tests.support.wait import aeventually, eventually
-from workers.engine import add_arguments, run
-from workers.engine_books import Books
-from workers.engine_lmdeploy import LmdeployEngine
+from workers.engine.books import Books
+from workers.engine.command import add_arguments, run
+from workers.engine.lmdeploy import LmdeployEngine
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROXY = {"x-lmdeploy-distserve-proxy": "1", "x-request-id": "r1"}
@@ -531,7 +531,7 @@ def test_a_hybrid_engine_speaks_no_distserve(capsys: pytest.CaptureFixture[str])
 
 def test_books_forget_what_is_long_over(monkeypatch: pytest.MonkeyPatch) -> None:
     books = Books(Fabric())
-    monkeypatch.setattr("workers.engine_books.REMEMBERED", 2)
+    monkeypatch.setattr("workers.engine.books.REMEMBERED", 2)
     record = object()
     for _ in range(4):
         session = books.hold(type("R", (), {"id": "r", "running": False})(), {"prompt": "x"}, 64, 10)

@@ -17,8 +17,8 @@ from tests.support.http import request
 from tests.support.loop import LoopThread
 from tests.support.pd_vllm import PdVllmEngine
 from tests.support.wait import aeventually
-from workers.engine_pd import Fabric
-from workers.engine_pd_rules import Leg, Protocol
+from workers.engine.pd import Fabric
+from workers.engine.pd_rules import Leg, Protocol
 
 Factory = Callable[..., PdVllmEngine]
 Fields = dict[str, Any]

@@ -2,7 +2,7 @@
 
 Pure: no socket, no clock. Stricter than the engines: a field or a header that neither a client of the tests nor
 the protocol has is refused, so that nothing goes astray unseen. What only two engines can know together (is this
-what the other one gave?) is in `engine_pd`.
+what the other one gave?) is in `pd`.
 
 Sources: vLLM's NIXL toy proxy and its Mooncake connector proxy; SGLang's mini_lb and protocol.py.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from workers.engine_rules import need
+from workers.engine.rules import need
 
 Protocol = Literal["nixl", "mooncake", "sglang"]
 Leg = Literal["prefill", "decode"]

@@ -1,6 +1,6 @@
 """One connection of the simulated engine: framing, pacing, scripted faults, and the record of each request.
 
-What is said comes from `engine_answers`, who listens is `engine_server`. A raw asyncio.Protocol with no task
+What is said comes from `answers`, who listens is `server`. A raw asyncio.Protocol with no task
 per request, so that it can stand in for an engine of zero latency in measurements.
 """
 
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import httptools
 
-from workers.engine_answers import Answer, Gate, Knobs
+from workers.engine.answers import Answer, Gate, Knobs
 
 if TYPE_CHECKING:
-    from workers.engine_server import Engine
+    from workers.engine.server import Engine
 
 Ending = Literal["proper", "close", "reset", "stall"]
 

@@ -1,6 +1,6 @@
 """What simulated LMDeploy engines hold for each other: sessions with blocks, links, and what went wrong.
 
-Pure books and rules; no socket, no clock. The routes are in `engine_lmdeploy`. Whoever breaks a rule is answered
+Pure books and rules; no socket, no clock. The routes are in `lmdeploy`. Whoever breaks a rule is answered
 400, and the reason stands in `Fabric.violations`; what was true once and is not any more (the other side has
 restarted, the session was freed a moment ago) is refused as well, but stands in `Fabric.refusals`: no distributor
 can know such a thing in time.
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from workers.engine_http import Record
-from workers.engine_rules import need
+from workers.engine.http import Record
+from workers.engine.rules import need
 
 if TYPE_CHECKING:
-    from workers.engine_lmdeploy import LmdeployEngine
+    from workers.engine.lmdeploy import LmdeployEngine
 
 RDMA, NVLINK = 2, 3  # MigrationProtocol as it is serialised
 IB, ROCE = 1, 2  # RDMALinkType

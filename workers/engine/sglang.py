@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from workers import engine_pd_rules as rules
-from workers.engine_answers import Answer, Gate
-from workers.engine_http import Record
-from workers.engine_pd import Admitted, Fabric, PdEngine
-from workers.engine_pd_answers import PdKnobs
-from workers.engine_pd_rules import Body, Leg, Protocol
-from workers.engine_rules import need
+from workers.engine import pd_rules as rules
+from workers.engine.answers import Answer, Gate
+from workers.engine.http import Record
+from workers.engine.pd import Admitted, Fabric, PdEngine
+from workers.engine.pd_answers import PdKnobs
+from workers.engine.pd_rules import Body, Leg, Protocol
+from workers.engine.rules import need
 
 BOOTSTRAP_PORT = 8998
 

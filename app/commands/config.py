@@ -10,9 +10,9 @@ import os
 import sys
 
 from app.access_keys import access_key
+from app.commands.serve import add_settings, notes_on, settings_among
 from app.dispatch.topology import Topology
 from app.errors import ConfigurationError
-from app.serve_command import add_settings, notes_on, settings_among
 from app.settings import Settings, misspelt_variables
 
 Found = tuple[Settings, dict[str, str]]

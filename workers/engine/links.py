@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from app.nodes import Role
-from workers.engine_books import FAIL, RDMA, SUCCESS, Link, Stale, keys_are
-from workers.engine_rules import need
+from workers.engine.books import FAIL, RDMA, SUCCESS, Link, Stale, keys_are
+from workers.engine.rules import need
 
 if TYPE_CHECKING:
-    from workers.engine_lmdeploy import LmdeployEngine
+    from workers.engine.lmdeploy import LmdeployEngine
 
 
 class Links:

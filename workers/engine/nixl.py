@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import itertools
 
-from workers import engine_pd_rules as rules
-from workers.engine_answers import Answer
-from workers.engine_http import Record
-from workers.engine_pd import Admitted, Kept, PdEngine
-from workers.engine_pd_rules import Body, Protocol
-from workers.engine_rules import need
+from workers.engine import pd_rules as rules
+from workers.engine.answers import Answer
+from workers.engine.http import Record
+from workers.engine.pd import Admitted, Kept, PdEngine
+from workers.engine.pd_rules import Body, Protocol
+from workers.engine.rules import need
 
 PORT = 5600  # vLLM's default side channel
 BLOCK_TOKENS = 16

@@ -1,6 +1,6 @@
 """What the simulated engine answers beside chat and completions: plausible words in the shapes of real engines.
 
-Pure and deterministic, as `engine_answers`. Shapes are vLLM's where several engines have a call, and
+Pure and deterministic, as `answers`. Shapes are vLLM's where several engines have a call, and
 SGLang's for `/generate`. A token is a byte.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from workers.engine_answers import CREATED, Answer, Knobs, as_bytes, error, json_answer
+from workers.engine.answers import CREATED, Answer, Knobs, as_bytes, error, json_answer
 
 Body = dict[str, Any]
 Shape = Callable[[Knobs, str, Body], Body]

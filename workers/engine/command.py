@@ -1,8 +1,8 @@
 """`evenhand engine`: a simulated engine for trying a deployment out, for demonstrations and measurements.
 
 Owns the command's options and the life of the process: listen, say where, register at the proxy the way
-LMDeploy's api_server does, end on a signal. The server is `engine_server`, one connection `engine_http`,
-what it says `engine_answers`.
+LMDeploy's api_server does, end on a signal. The server is `server`, one connection `http`,
+what it says `answers`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import aiohttp
 
 from app.errors import BadRequest
 from app.nodes import Role, normalise_url, parse_role
-from workers.engine_answers import Knobs
-from workers.engine_encoder import EncoderEngine
-from workers.engine_lmdeploy import LmdeployEngine
-from workers.engine_server import Engine
+from workers.engine.answers import Knobs
+from workers.engine.encoder import EncoderEngine
+from workers.engine.lmdeploy import LmdeployEngine
+from workers.engine.server import Engine
 
 REGISTER_TIMEOUT_S = 10.0
 BACKOFF_S = (0.2, 1.0)  # first and longest pause between two tries to register

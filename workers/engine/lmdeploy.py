@@ -1,6 +1,6 @@
 """A simulated LMDeploy engine of role Prefill or Decode: the routes of DistServe over real books.
 
-Owns what such an engine answers and when a session ends; the books and their rules are in `engine_books`. Sessions:
+Owns what such an engine answers and when a session ends; the books and their rules are in `books`. Sessions:
 held from the moment a prefill begins, until `free_cache`, or until a decode engine that pulled it has its first token
 and says so (LMDeploy does that over ZMQ; here it is a call where both are in one Fabric, else HTTP on `/sim/release`).
 Links: made by p2p_initialize and p2p_connect on both sides, void as soon as one of them has restarted.
@@ -20,9 +20,9 @@ import aiohttp
 import msgspec
 
 from app.nodes import Role
-from workers import engine_answers as answers
-from workers.engine_answers import Answer, Knobs
-from workers.engine_books import (
+from workers.engine import answers
+from workers.engine.answers import Answer, Knobs
+from workers.engine.books import (
     CLIENT_FIELDS,
     HEADER,
     PROMPT_FIELDS,
@@ -35,10 +35,10 @@ from workers.engine_books import (
     is_int,
     keys_are,
 )
-from workers.engine_http import Made, Record, scripted_end
-from workers.engine_links import Links
-from workers.engine_rules import Refused, need, parse
-from workers.engine_server import Engine
+from workers.engine.http import Made, Record, scripted_end
+from workers.engine.links import Links
+from workers.engine.rules import Refused, need, parse
+from workers.engine.server import Engine
 
 BLOCK_BYTES = 64  # of the prompt as JSON: its blocks are counted, not computed
 RELEASE_TIMEOUT_S = 5.0
@@ -127,7 +127,7 @@ class LmdeployEngine(Engine):
         return self.known_as or self.url
 
     def info(self) -> dict[str, Any]:
-        """What `engine_info` tells. Source: DistServeEngineConfig."""
+        """What `info` tells. Source: DistServeEngineConfig."""
         traits = self.traits
         return {
             "tp_size": traits.tp_size,

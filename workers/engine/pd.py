@@ -1,7 +1,7 @@
 """Simulated engines of split serving with vLLM's connectors or SGLang's bootstrap, with real books.
 
 They are the simulated engine with its knobs and faults, of role prefill or decode. Every request is held to the
-protocol (`engine_pd_rules`): what is not in it is answered 400 and stands in `violations`. What a real prefill engine
+protocol (`pd_rules`): what is not in it is answered 400 and stands in `violations`. What a real prefill engine
 keeps for the other one (blocks, rooms) is kept here, until it is fetched, its lease ends or its request is aborted.
 
 Engines reach each other over a Fabric, which stands for the network between them: those of one process only.
@@ -16,14 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from workers import engine_answers as answers
-from workers import engine_pd_rules as rules
-from workers.engine_answers import Answer, Gate
-from workers.engine_http import Made, Record, scripted_end
-from workers.engine_pd_answers import PdKnobs, speak
-from workers.engine_pd_rules import Body, Leg, Protocol
-from workers.engine_rules import Refused, need, parse
-from workers.engine_server import Engine
+from workers.engine import answers
+from workers.engine import pd_rules as rules
+from workers.engine.answers import Answer, Gate
+from workers.engine.http import Made, Record, scripted_end
+from workers.engine.pd_answers import PdKnobs, speak
+from workers.engine.pd_rules import Body, Leg, Protocol
+from workers.engine.rules import Refused, need, parse
+from workers.engine.server import Engine
 
 
 @dataclass(eq=False, slots=True)
@@ -131,7 +131,7 @@ class Admitted:
 
 
 class PdEngine(Engine):
-    """One engine of one role; the protocols are `engine_nixl`, `engine_mooncake`, `engine_sglang`.
+    """One engine of one role; the protocols are `nixl`, `mooncake`, `sglang`.
 
     Attributes:
         violations: why requests were refused.

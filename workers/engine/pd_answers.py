@@ -1,6 +1,6 @@
 """What engines of split serving say: the answers of the simulated engine, with usage and hand-over fields of their own.
 
-Pure, as `engine_answers` is.
+Pure, as `answers` is.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from workers import engine_answers as answers
-from workers import engine_pd_rules as rules
-from workers.engine_answers import Answer, Knobs
-from workers.engine_http import Record
-from workers.engine_pd_rules import RESPONSES, Body, Leg
+from workers.engine import answers
+from workers.engine import pd_rules as rules
+from workers.engine.answers import Answer, Knobs
+from workers.engine.http import Record
+from workers.engine.pd_rules import RESPONSES, Body, Leg
 
 EVENT = re.compile(rb"\{.*\}")  # the JSON of an answer or of an event stands on one line
 LEASE_S = 30.0  # vLLM's kv_lease_duration

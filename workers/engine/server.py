@@ -14,10 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from app.http.endpoints import BESIDE_V1
-from workers import engine_answers as answers
-from workers import engine_other
-from workers.engine_answers import Answer, Knobs
-from workers.engine_http import Connection, Made, Record
+from workers.engine import answers, other
+from workers.engine.answers import Answer, Knobs
+from workers.engine.http import Connection, Made, Record
 
 REMEMBERED = 64  # answers, and of requests of at most
 REMEMBERED_BYTES = 65536
@@ -204,7 +203,7 @@ class Engine:
             if knobs.status != 200 and self.struck(record):
                 return answers.scripted(knobs)
             kind = record.header(b"content-type") or b""
-            found = engine_other.answer(knobs, path, kind, record.body)
+            found = other.answer(knobs, path, kind, record.body)
             return found or answers.inference(knobs, path, kind, record.body, record.id)
         if record.method in ("GET", "HEAD"):
             if path == "/health":

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from workers import engine_answers as answers
-from workers import engine_pd_rules as rules
-from workers.engine_answers import Answer, Knobs
-from workers.engine_http import Record
-from workers.engine_pd import Admitted, Fabric, Kept, PdEngine
-from workers.engine_pd_answers import PdKnobs
-from workers.engine_pd_rules import Body, Leg, Protocol
-from workers.engine_rules import need
-from workers.engine_server import Engine
+from workers.engine import answers
+from workers.engine import pd_rules as rules
+from workers.engine.answers import Answer, Knobs
+from workers.engine.http import Record
+from workers.engine.pd import Admitted, Fabric, Kept, PdEngine
+from workers.engine.pd_answers import PdKnobs
+from workers.engine.pd_rules import Body, Leg, Protocol
+from workers.engine.rules import need
+from workers.engine.server import Engine
 
 
 class Bootstrap(Engine):

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from workers import engine_answers as answers
-from workers.engine_answers import Answer
-from workers.engine_http import Record
-from workers.engine_server import Engine
+from workers.engine import answers
+from workers.engine.answers import Answer
+from workers.engine.http import Record
+from workers.engine.server import Engine
 
 PATH = "/v1/chat/completions"
 SIDE_CHANNEL_PORT = 5601
