@@ -600,7 +600,7 @@ def command(tmp_path_factory: pytest.TempPathFactory, *flags: str) -> Iterator[t
     log = tmp_path_factory.mktemp("engine") / "log"
     process = Process([sys.executable, "-c", COMMAND, *flags], log_file=log)
     try:
-        said = eventually(lambda: re.search(r"http://\S+", process.log()), within_s=10)
+        said = eventually(lambda: re.search(r"http://\S+(?=\n)", process.log()), within_s=10)
         yield process, said[0]
     finally:
         process.kill()
