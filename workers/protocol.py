@@ -369,6 +369,8 @@ class Protocol(HttpToolsProtocol):
         """
         if self._refusal is not None:
             return  # it ends the connection, and closed at once it would be lost
+        if self.transport.is_closing():
+            return  # a TLS transport of asyncio that is closed twice can't be aborted any more
         if self.cycle is None or self.cycle.response_complete:
             if not self._begun:
                 # Who has connected and sent nothing yet is about to: it waits as long as half a head.

@@ -133,7 +133,8 @@ class GracefulServer(Server):
             await asyncio.wait(tasks, timeout=CANCEL_WAIT_S)
         for connection in list(state.connections):
             # Not close(): that waits for a client that reads nothing.
-            connection.transport.abort()
+            with contextlib.suppress(AttributeError):  # Python 3.11.2: of TLS that was closed twice
+                connection.transport.abort()
 
     @property
     def _due(self) -> float:

@@ -167,10 +167,11 @@ class Registry:
 
     async def close(self) -> None:
         await _end(self._listener)  # first: it may begin to look once more
+        await _end(self._refreshing)  # then this: a look that writes the registry back tells of it
         if self._background:
             # A connection that the client library is just making, cancelled, would stay open.
             await asyncio.wait(self._background, timeout=LAST_WORDS_S)
-        for task in (self._refreshing, *self._background):
+        for task in [*self._background]:
             await _end(task)
         for client in (self.redis, self._events):
             with contextlib.suppress(RedisError, OSError):

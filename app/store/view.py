@@ -199,7 +199,6 @@ class View:
         async def read() -> Standing:
             snapshot = registry.snapshot
             async with registry.redis.pipeline(transaction=False) as pipe:
-                pipe.time()
                 pipe.zrange(keys.workers, 0, -1)
                 pipe.hgetall(keys.failures)
                 pipe.hgetall(keys.dispatched)
@@ -207,13 +206,15 @@ class View:
                 pipe.hgetall(keys.arrangement)
                 for url in snapshot.nodes:
                     pipe.lrange(keys.latency(url), 0, -1)
-                now, workers, failures, dispatched, credit, arrangement, *windows = await pipe.execute()
-            # Totals and ledgers of one moment: they add up.
+                workers, failures, dispatched, credit, arrangement, *windows = await pipe.execute()
+            # Totals, ledgers and leases of one moment: they add up, and no lease is longer than it can be.
             async with registry.redis.pipeline(transaction=True) as pipe:
                 ask(pipe, keys)
+                pipe.time()
                 for worker in workers:
                     pipe.hgetall(keys.ledger(worker))
                 found = await pipe.execute()
+            now = found[ASKED]
             now_s = now[0] + now[1] / 1e6
             return Standing(
                 now_s,
@@ -223,7 +224,7 @@ class View:
                 {url: seconds(window) for url, window in zip(snapshot.nodes, windows, strict=True)},
                 of_last_minute(dispatched, now_s),
                 {url: number(count) for url, count in failures.items()},
-                {worker: _counts(counts) for worker, counts in zip(workers, found[ASKED:], strict=True)},
+                {worker: _counts(counts) for worker, counts in zip(workers, found[ASKED + 1 :], strict=True)},
                 _floats(credit),
             )
 

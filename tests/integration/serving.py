@@ -30,7 +30,7 @@ from tests.support.http import Reply, request
 from tests.support.loop import LoopThread
 from tests.support.quiet import quiet_check
 from tests.support.redis import PrivateRedis, Space
-from tests.support.wait import eventually
+from tests.support.wait import WITHIN_S, eventually
 from workers.engine.http import Record
 
 Factory = Callable[..., SimulatedEngine]
@@ -114,7 +114,7 @@ class SharedDeployment:
         self.client = {"authorization": f"Bearer {client_key or key}"} if key else None
 
 
-def on_every_worker(deployment: Deployment, check: Callable[[], bool], *, within_s: float = 1.0) -> None:
+def on_every_worker(deployment: Deployment, check: Callable[[], bool], *, within_s: float = WITHIN_S) -> None:
     """`check` asks on a connection of its own each time: 12 in a row reach both of two workers."""
     eventually(lambda: all(check() for _ in range(12)), within_s=within_s)
 

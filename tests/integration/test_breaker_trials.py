@@ -165,10 +165,10 @@ def test_r20_every_request_beside_a_silent_node_ends_well_and_others_are_not_slo
     others = start(load.many(stage.urls, 200, model=other_model, concurrency=20)).result(20)
     took = [a.finished_s - a.started_s for a in answers.result(20) if a.ok and a.finished_s]
     assert len(took) == 200
-    assert max(took) < FIRST_BYTE_S + 1.5
+    assert max(took) < 2 * FIRST_BYTE_S, "nobody waits for two silent nodes"
     never_twice(silent)
     assert all(answer.ok for answer in others)
     other_took = sorted(a.finished_s - a.started_s for a in others if a.finished_s)
-    assert other_took[len(other_took) // 2] < FIRST_BYTE_S / 8
+    assert other_took[len(other_took) // 2] < FIRST_BYTE_S / 2, "who waited for the silent node took all of it"
     # Its time to be open may be over by now.
     eventually(lambda: int(field(stage, silent, "breaker_opens") or 0) >= 1)

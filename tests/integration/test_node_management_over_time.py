@@ -115,14 +115,16 @@ def test_r90_the_sdk_at_its_defaults_gets_over_an_outage_of_2_s(deployment: Depl
 @together
 def test_the_first_probe_comes_within_1_s_and_then_one_every_second(deployment: Deployment, make: Factory) -> None:
     unwell = make(models=("unwell",), health_status=500, health_word="")
-    begun_s = time.monotonic()
     deployment.add(unwell, ready=False)
+    added_s = time.monotonic()
     assert _state(deployment, unwell) == "pending"
     eventually(lambda: len(unwell.probes) >= 3, within_s=10)
     at_s = [probe.started_s for probe in unwell.probes]
-    assert at_s[0] - begun_s < 1.1
+    gaps_s = [b - a for a, b in itertools.pairwise(at_s)]
     # Another registration moves the moment at which all are probed: so up to 2 s, and a loaded machine is late.
-    assert all(0.5 < b - a < 3 for a, b in itertools.pairwise(at_s)), at_s
+    assert all(0.5 < gap_s < 3 for gap_s in gaps_s), at_s
+    # What is more than a second between two probes is how late this machine is.
+    assert at_s[0] - added_s < max(1.0, *gaps_s) + 0.5
 
 
 @together

@@ -110,13 +110,14 @@ def test_r01_burst_over_speeds_3_and_1_splits_150_to_50(expected: Stage) -> None
 
 @with_min_expected
 def test_r04_count_survives_probes_registration_and_speed_update(expected: Stage) -> None:
-    first, second = expected.engines(2, gap_s=0.1, chunks=45)
+    first, second = expected.engines(2)
+    first.set(stall_after=1)  # its streams run until it crashes
     expected.deployment.post("/nodes/remove", {"url": second.url})
     streams = expected.many(20, stream=True)
     eventually(lambda: expected.counts() == (20, 0))
     expected.deployment.add(second)
     probes_before = len(first.probes)
-    eventually(lambda: len(first.probes) >= probes_before + 3, within_s=4)  # health cycles
+    eventually(lambda: len(first.probes) >= probes_before + 3)  # health cycles
     assert expected.counts() == (20, 0)
     expected.deployment.add(first)  # registers once more
     assert expected.counts() == (20, 0)
@@ -126,7 +127,9 @@ def test_r04_count_survives_probes_registration_and_speed_update(expected: Stage
     new = expected.many(10, max_tokens=1).result(20)
     assert all(answer.ok for answer in new)
     assert served([first, second]) == [20, 10]
-    assert all(answer.done for answer in streams.result(20))
+    assert expected.counts(first) == (20,) and not streams.done()
+    first.crash()
+    assert len(streams.result(20)) == 20
 
 
 def test_r10_each_worker_sees_the_load_of_the_others(expected: Stage) -> None:
@@ -233,38 +236,48 @@ def test_random_is_weighted_by_speed(by_chance: Stage) -> None:
 # --- min_observed_latency
 
 
+def took_s(answer: load.Answer) -> float:
+    """As its client saw it; a worker may notice a moment later that it has ended."""
+    assert answer.finished_s is not None
+    return answer.finished_s - answer.started_s
+
+
 def window(stage: Stage, engine: SimulatedEngine) -> list[float]:
     found: list[float] = stage.deployment.nodes()[engine.url]["latency"]
     return found
 
 
-@with_min_observed
 def test_min_observed_prefers_the_node_with_the_least_mean(observed: Stage) -> None:
+    """Not beside other scenarios: they would make the quick one slow."""
     quick, slow = observed.engines(2)
-    slow.set(ttft_s=0.25)
-    # Each is explored once, at once; from then on both have a history, and 0.25 s is never the least.
-    assert all(answer.ok for answer in observed.many(60, concurrency=1).result(20))
-    assert served([quick, slow]) == [59, 1]
+    slow.set(ttft_s=0.3)
+    # Each is explored once, at once; from then on both have a history, and 0.3 s is never the least.
+    assert all(answer.ok for answer in observed.many(30, concurrency=1).result(60))
+    assert served([quick, slow]) == [29, 1]
     # The mean follows what is seen. With n answers of twice the slow one's latency in its window of 15, the quick
     # one's mean is above the slow one's once n is 8.
     quick.set(ttft_s=2 * window(observed, slow)[0])
-    assert all(answer.ok for answer in observed.many(14, concurrency=1).result(30))
-    assert 59 + 1 <= len(quick.requests) <= 59 + 8
-    assert len(quick.requests) + len(slow.requests) == 60 + 14
+    assert all(answer.ok for answer in observed.many(10, concurrency=1).result(60))
+    assert 29 + 1 <= len(quick.requests) <= 29 + 8
+    assert len(quick.requests) + len(slow.requests) == 30 + 10
 
 
 @with_min_observed
 def test_window_holds_the_last_15_latencies_newest_first_in_seconds(observed: Stage) -> None:
     engine = observed.engine(ttft_s=0.15)
-    assert all(answer.ok for answer in observed.many(5, concurrency=1).result(10))
-    assert all(0.15 <= latency < 1 for latency in eventually(lambda: window(observed, engine)))
+    slow = observed.many(5, concurrency=1).result(60)
+    # Both workers have told theirs: else one's would be newer than what comes now. No milliseconds.
+    eventually(lambda: len(window(observed, engine)) == 5)
+    assert all(0.15 <= latency < 150 for latency in window(observed, engine))
     engine.set(ttft_s=0)
-    assert all(answer.ok for answer in observed.many(12, concurrency=1).result(10))
+    quick = observed.many(12, concurrency=1).result(60)
+    assert all(answer.ok for answer in slow + quick)
+    longest_s = max(took_s(answer) for answer in quick)
 
     def check() -> bool:
         held = window(observed, engine)
         assert len(held) == 15
-        assert all(latency < 0.15 for latency in held[:12])
+        assert all(latency < longest_s + 0.09 for latency in held[:12])
         assert all(latency >= 0.15 for latency in held[12:])
         return True
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from openapi_schema_validator import OAS30Validator
 
+import app.store.ledger as ledger_module
 from app import __version__
 from app.errors import ConfigurationError, ModelNotFound, StoreUnavailable
 from app.http.openapi import document
@@ -23,7 +25,7 @@ from app.store.view import Arrangement, View, explain_over_redis, over_redis, re
 from tests.store.harness import Worker, give_back, of, workers
 from tests.store.test_dispatched import counts
 from tests.store.test_sight import role, served
-from tests.support.redis import Space
+from tests.support.redis import Space, TcpProxy
 from tests.support.wait import aeventually
 
 A, B, C, P, D, E1, E2 = (f"http://{name}:1" for name in ("a", "b", "c", "p", "d", "e1", "e2"))
@@ -108,6 +110,24 @@ async def test_a_state_is_what_all_workers_share(redis: Space) -> None:
         }
         assert other["nodes"] == found["nodes"]
         give_back([*held, *encoding])
+
+
+@pytest.fixture
+def road(redis: Space) -> Iterator[TcpProxy]:
+    with TcpProxy(redis.server.socket) as proxy:
+        yield proxy
+
+
+async def test_a_lease_is_told_by_the_clock_of_its_own_moment(
+    redis: Space, road: TcpProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each round trip of who looks takes 0.3 s, in which the lease of 8 s is renewed several times."""
+    monkeypatch.setattr(ledger_module, "RENEW_S", 0.02)
+    async with workers(redis, 1), Worker(road.url, redis.namespace, "far") as far:
+        road.delay_s = 0.3
+        leases = {worker["id"]: worker["lease_s"] for worker in (await far.view.state())["workers"]}
+        assert 0 < leases["w1"] <= 8
+        road.delay_s = 0.0
 
 
 async def test_a_link_of_another_life_is_void(redis: Space) -> None:

@@ -11,8 +11,12 @@ T = TypeVar("T")
 
 EVERY_S = 0.02
 
+WITHIN_S = 10.0
+"""For a state that comes if all is well: how soon is nothing that the test is about, and the machine may be busy.
+A test of a promised time says so itself."""
 
-def eventually(check: Callable[[], T], *, within_s: float = 2.0, every_s: float = EVERY_S) -> T:
+
+def eventually(check: Callable[[], T], *, within_s: float = WITHIN_S, every_s: float = EVERY_S) -> T:
     """The first true value of `check()`; one that raises AssertionError counts as not true yet.
 
     Raises:
@@ -35,7 +39,7 @@ def eventually(check: Callable[[], T], *, within_s: float = 2.0, every_s: float 
         time.sleep(every_s)
 
 
-async def aeventually(check: Callable[[], T], *, within_s: float = 2.0, every_s: float = EVERY_S) -> T:
+async def aeventually(check: Callable[[], T], *, within_s: float = WITHIN_S, every_s: float = EVERY_S) -> T:
     """`eventually` for a test whose own event loop must go on meanwhile; `check` itself is a plain function."""
     deadline_s = time.monotonic() + within_s
     while True:

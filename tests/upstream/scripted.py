@@ -105,7 +105,8 @@ class ScriptedServer:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         for writer in self._writers:
-            writer.transport.abort()
+            with contextlib.suppress(AttributeError):  # Python 3.11.2: of TLS that was aborted and closed already
+                writer.transport.abort()
         await turns()
         if self._failures:
             raise self._failures[0]
