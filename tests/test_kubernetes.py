@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,8 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
         (tmp_path / name).write_text("sha256:" + "0f" * 32)
         text = text.replace(f"/etc/evenhand/keys/{name}", str(tmp_path / name))
     (tmp_path / "evenhand.toml").write_text(text)
+    for name in [name for name in os.environ if name.startswith("EVENHAND_")]:
+        monkeypatch.delenv(name)
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("EVENHAND_CONFIG", str(tmp_path / "evenhand.toml"))

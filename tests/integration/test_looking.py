@@ -86,11 +86,16 @@ def test_the_scripted_documents_have_the_fields_of_the_real_ones(looked_at: Depl
 
 @WAYS
 def test_nodes_are_listed_alike(looked_at: Deployment, capsys: Capture, way: str) -> None:
-    listed = json.loads(said(capsys, "nodes", "list", "--json", *ways(looked_at)[way]))
-    asked = looked_at.get("/nodes/status").json()
-    assert list(listed) == list(asked)
-    for url, node in listed.items():
-        assert {name: asked[url][name] for name in node} == node
+
+    def alike() -> bool:  # once what ended before has been told
+        listed = json.loads(said(capsys, "nodes", "list", "--json", *ways(looked_at)[way]))
+        asked = looked_at.get("/nodes/status").json()
+        assert list(listed) == list(asked)
+        for url, node in listed.items():
+            assert {name: asked[url][name] for name in node} == node
+        return True
+
+    eventually(alike)
 
 
 @WAYS

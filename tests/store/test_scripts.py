@@ -136,7 +136,7 @@ def words_in_python() -> dict[str, set[str]]:
     """path -> the texts in it, of all that may call a script."""
     found = {}
     for path in [*(ROOT / "app").rglob("*.py"), *(ROOT / "workers").rglob("*.py")]:
-        if path.name != "scripts.py" and not path.name.startswith("engine"):  # simulated engines have no store
+        if path.name != "scripts.py" and path.parent.name != "engine":  # simulated engines have no store
             nodes = ast.walk(ast.parse(path.read_text()))
             constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
             found[str(path.relative_to(ROOT))] = {text for text in constants if isinstance(text, str)}
