@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.looked_at import LookedAt
+from app.looked_at import LookedAt, opened
 from app.nearest import nearest
 
 log = logging.getLogger("evenhand.keys")
@@ -100,10 +100,8 @@ def read_keys(path: Path, *, for_admins: bool = False) -> tuple[AccessKey, ...]:
 
 def _text(path: Path) -> str:
     try:
-        # Without blocking: a pipe in its place must not hold a thread, and with it the worker's end.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+        with opened(path) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise KeysFileError(f"{path}: is no regular file")
             text = file.read(LIMIT_BYTES + 1)
     except OSError as e:

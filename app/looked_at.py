@@ -1,4 +1,4 @@
-"""A file that others write while we look at it: when it is to be read.
+"""A file that others write while we look at it: when it is to be read, and how it is opened.
 
 Owns that rule: at the first look, and after a change once it has been the same for one look, so that one that is
 written in place is not taken half-way. It must not know what the file holds.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 SETTLED_S = 2.0
 """A file that was written less than that before it was read is read once more: file systems count time in steps, so
@@ -48,6 +49,11 @@ class LookedAt:
             return False
         self._taken = stamp if time.time() - read.st_mtime >= SETTLED_S else None
         return True
+
+
+def opened(path: Path) -> BinaryIO:
+    """Without blocking: a pipe in its place must not hold a thread, and with it the worker's end. Raises OSError."""
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 def _stamp(found: os.stat_result) -> Stamp:

@@ -18,7 +18,7 @@ import yaml
 from app.discovery.listing import Listed, ReadFailed, Reading
 from app.discovery.sources import FileSource
 from app.errors import BadRequest
-from app.looked_at import LookedAt
+from app.looked_at import LookedAt, opened
 from app.nearest import nearest
 from app.nodes import (
     Role,
@@ -88,11 +88,9 @@ class FileReader:
         return Reading({node.url: node for node in nodes})
 
     def _read(self) -> tuple[bytes, os.stat_result]:
-        # Without blocking: a pipe in its place must not hold a thread.
-        fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as file:
+        with opened(self._path) as file:
             text = file.read(LIMIT_BYTES + 1)
-            return text, os.fstat(fd)
+            return text, os.fstat(file.fileno())
 
 
 def parse_nodes(text: bytes, check_role: Callable[[Role], None] = lambda role: None) -> list[Listed]:

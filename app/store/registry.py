@@ -53,6 +53,8 @@ BECOMES = {
     "close on probation": Breaker.CLOSED,
 }
 """What a breaker is after a move; the other moves leave it as it is."""
+HOLDS = (Code.DONE, Code.UPDATED, Code.UNCHANGED)
+"""Of a state that was to be set: the registration is the one that was meant."""
 CLOSING = ("close", "close on probation")
 
 T = TypeVar("T")
@@ -396,26 +398,19 @@ class Registry:
             "remove", "remove_node", [(url, of_node_removed(self._keys, url), [url, "drained"]) for url in urls]
         )
 
-    async def drain(self, url: str, timeout_s: float, *, incarnation: str = "", reason: str | None = None) -> bool:
-        """No new requests for the node; removed when the last has ended or after `timeout_s`.
-
-        Args:
-            incarnation: of the registration that is meant; empty: whichever it is now.
-        """
-        fields = {} if reason is None else {"reason": reason}
-        drain_ms = round(timeout_s * 1000)
-        code = await self._set_state(url, State.DRAINING, incarnation=incarnation, drain_ms=drain_ms, fields=fields)
-        return code in (Code.DONE, Code.UPDATED, Code.UNCHANGED)
+    async def drain(self, url: str, timeout_s: float) -> bool:
+        """No new requests for the node; removed when the last has ended or after `timeout_s`."""
+        return await self._set_state(url, State.DRAINING, drain_ms=round(timeout_s * 1000)) in HOLDS
 
     async def drain_all(self, nodes: Iterable[tuple[str, str]], timeout_s: float, *, reason: str) -> list[bool]:
-        """As `drain`, of many (url, incarnation)."""
+        """As `drain`, of many (url, incarnation of the registration that is meant)."""
         drain_ms, fields = round(timeout_s * 1000), {"reason": reason}
         calls = [
             (url, *self._new_state(url, State.DRAINING, incarnation=incarnation, drain_ms=drain_ms, fields=fields))
             for url, incarnation in nodes
         ]
         codes = await self._change_all("state", "set_node_state", calls)
-        return [code in (Code.DONE, Code.UPDATED, Code.UNCHANGED) for code in codes]
+        return [code in HOLDS for code in codes]
 
     async def set_state(
         self, node: Node, state: State, *, reason: str = "", models: tuple[str, ...] | None = None
@@ -434,7 +429,7 @@ class Registry:
             bad = State.GONE in (node.state, state) or State.DOWN in (node.state, state)
             words = f": {reason}" if reason else ""
             log.log(logging.WARNING if bad else logging.INFO, "node %s: %s -> %s%s", node.url, node.state, state, words)
-        return code in (Code.DONE, Code.UPDATED, Code.UNCHANGED)
+        return code in HOLDS
 
     async def record_failure(self, url: str, rules: BreakerRules) -> None:
         """The node failed a request. Raises StoreUnavailable."""

@@ -245,7 +245,7 @@ async def test_a_call_between_the_look_and_the_change_wins(redis: Space) -> None
         assert await registry.add(B, **plain, source=NAME)
         seen = str(registry.snapshot.nodes[B].incarnation)
         assert await registry.add(B, **plain)
-        assert not await registry.drain(B, 60, incarnation=seen, reason="no longer listed")
+        assert await registry.drain_all([(B, seen)], 60, reason="no longer listed") == [False]
         assert registry.snapshot.nodes[B].state == State.PENDING
         assert not await registry.add(B, **plain, source="file:///other")
 
