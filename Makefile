@@ -4,6 +4,7 @@
 #   make run NODES="http://a:23333 http://b:23333"           with your engines instead
 #   make run ARGS="--server-port 9000 --workers 4"           any flags of `evenhand serve`
 #   make test [ARGS="-k name"] [JOBS=0]   the tests, four files at a time
+#   make test-wide                 whole matrices, in a browser, of the built package: what CI runs behind `make test`
 #   make test-long                 the soaks and failovers that take minutes
 #   make chaos [ARGS="--seed 7"]   five minutes of load under random faults (docs/reliability.md)
 #   make bench [ARGS=--quick]      what a router costs: Evenhand and its peers, side by side (docs/performance.md)
@@ -15,9 +16,14 @@
 #   make clean                     remove the environment
 
 VENV ?= .venv
-# The first Python that is new enough: on some systems `python3` is not.
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# The first Python that is new enough. Before others one that can make a venv, and before these one that was built with
+# optimizations, as those of systems are: what version managers build without takes up to twice the CPU.
+with_venv := find_spec("ensurepip")
+optimized := ("--enable-optimizations" in str(get_config_var("CONFIG_ARGS")) or sys.prefix == "/usr")
+PYTHON ?= $(shell for wanted in '$(with_venv) and $(optimized)' '$(with_venv)' True; do \
+	for p in python3 /usr/bin/python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c "import sys; from importlib.util import find_spec; from sysconfig import get_config_var; \
+	sys.exit(sys.version_info < (3, 11) or not ($$wanted))" 2>/dev/null && echo $$p && exit; done; done)
 WORKERS ?= 2
 # Tests wait more than they compute.
 JOBS ?= 4
@@ -33,7 +39,7 @@ pip := $(py) -m pip --disable-pip-version-check --quiet
 install = { $(VENV)/bin/uv pip install --quiet --python $(py) --require-hashes -r $(1) 2>/dev/null || \
 	$(pip) install --require-hashes -r $(1); }
 
-.PHONY: run test test-long chaos bench lint docs format licences dist clean
+.PHONY: run test test-wide test-long chaos bench lint docs format licences dist clean
 
 run: $(VENV)/.run
 	@exec $(py) -m app.cli serve $(if $(findstring --workers,$(ARGS)),,--workers $(WORKERS)) \
@@ -44,7 +50,10 @@ run: $(VENV)/.run
 test: $(VENV)/.dev
 	@test -d tests/__pycache__ || ls tests/test_*.py tests/*/test_*.py | \
 		xargs -P 2 -n 66 $(pytest) --collect-only -qq >/dev/null 2>&1 || true
-	$(pytest) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
+	$(pytest) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long and not wide" $(ARGS)
+
+test-wide: $(VENV)/.dev
+	$(pytest) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "wide and not long" $(ARGS)
 
 test-long: $(VENV)/.dev
 	$(py) -m pytest -n 2 --dist loadfile -m long $(ARGS)
