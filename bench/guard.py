@@ -3,9 +3,10 @@
 
 The whole path of a chat request in one process, without a kernel: our HTTP protocol, the HTTP face, Hybrid serving,
 the ledger with its connection to Redis, the transport to an engine, the metrics, the request log. Sockets are replaced
-by objects that answer at once. Two figures come of it:
+by objects that answer at once. Three figures come of it:
 
     calls       functions called for a request, Python's and C's: exact, on one version of Python
+    left        objects that requests leave to the garbage collector, which stops all others to find them
     ratio       CPU of a request against a fixed program (`baseline`), both in turns within one run
 
 Run it with `python -m bench.guard`; what it may come to is in tests/test_guard.py.
@@ -72,9 +73,10 @@ SLICE = 25
 
 
 class Cost(NamedTuple):
-    """Of one request. `ratio`: its CPU in runs of `baseline`."""
+    """Of one request; `left`: of all that ran. `ratio`: its CPU in runs of `baseline`."""
 
     calls: float
+    left: int
     ratio: float
     us: float
 
@@ -253,18 +255,22 @@ async def measure(rounds: int) -> Cost:
             for _ in range(20):
                 baseline()
             fixed.append((time.process_time() - since) / 20)
+        left = gc.collect()
     finally:
         gc.enable()
         publisher.close()
         directory.remove()
-    return Cost(calls[0] / requests, min(ours) / min(fixed), min(ours) * 1e6)
+    return Cost(calls[0] / requests, left, min(ours) / min(fixed), min(ours) * 1e6)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60, help="turns of either program, 200 requests each (60)")
     cost = uvloop.run(measure(parser.parse_args().rounds))
-    print(f"{cost.calls:.1f} calls, {cost.ratio:.3f} x the fixed program, {cost.us:.1f} us of CPU a request")
+    print(
+        f"{cost.calls:.1f} calls, {cost.left} objects left, "
+        f"{cost.ratio:.3f} x the fixed program, {cost.us:.1f} us of CPU a request"
+    )
 
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ class Cycle:
         self.transport = protocol.transport
         self.flow = protocol.flow
         self.logger = protocol.logger
-        self.message_event = self  # uvicorn tells by its `set` that there is news
         self.on_response: Callable[[], None] = protocol.on_response_complete
         self.disconnected = False
         self.keep_alive = keep_alive
@@ -76,6 +75,11 @@ class Cycle:
     def __repr__(self) -> str:
         state = "complete" if self.response_complete else "started" if self.response_started else "open"
         return f"<Cycle {self.scope['method']} {self.scope['path']} {state}>"
+
+    @property
+    def message_event(self) -> Cycle:
+        """Uvicorn tells by its `set` that there is news."""
+        return self
 
     # --- the wire
 
@@ -201,7 +205,9 @@ class Cycle:
             self.logger.error("Exception in ASGI application\n", exc_info=e)
             await self._end_badly()
         finally:
-            self.on_response = _nothing  # it holds the protocol, which holds this
+            # What holds this would be left to the garbage collector, which stops all requests to find it.
+            self.on_response = _nothing  # it holds the protocol
+            self.scope["extensions"] = {}
             if self.task is not None:
                 tasks.discard(self.task)
 

@@ -68,9 +68,11 @@ class Patience:
         return f"<Patience {self._seen} since {self._since_s:.1f} of {self._limit_s:g} s>"
 
     def end(self) -> None:
+        """Look no more, and let go of whom it asked."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._owed, self._give_up = _nothing, _nothing
 
     def _look(self) -> None:
         now_s, owed, seen = self._loop.time(), self._owed(), self._seen
@@ -80,6 +82,10 @@ class Patience:
         elif now_s - self._since_s >= self._limit_s:
             self._seen = None
             self._give_up(owed)
+
+
+def _nothing(*_: Owed) -> None:
+    pass
 
 
 def _gets_on(owed: Owed, seen: Owed) -> bool:

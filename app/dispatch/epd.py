@@ -14,8 +14,9 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from app.dispatch.answer import Answer, EngineRequest, Outcome, Server, Taker, Whole
 from app.dispatch.breakers import speaks_against
@@ -225,14 +226,14 @@ class Epd:
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
 
-        def look() -> None:
+        def look(again: Callable[[Any], None]) -> None:  # itself: by its name it would hold itself
             nonlocal timer
             if self._is_lost(model, tried):
                 scope.reschedule(loop.time())
             else:
-                timer = loop.call_later(LOOK_EVERY_S, look)
+                timer = loop.call_later(LOOK_EVERY_S, again, again)
 
-        timer = loop.call_later(LOOK_EVERY_S, look)
+        timer = loop.call_later(LOOK_EVERY_S, look, look)
         try:
             async with asyncio.timeout(None) as scope:
                 yield

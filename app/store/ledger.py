@@ -139,6 +139,38 @@ class Ticket:
                 ledger._learn(self.url, work, now_s - self._began)
 
 
+class Asked:
+    """An acquire on the wire, which is called with its reply. `future`: see `Ledger._count`; `again`: the server had
+    lost the script, so it was sent once more; `since_s`: 0 where nobody measures it.
+
+    An object and no closure: one that can send itself again would hold itself.
+    """
+
+    __slots__ = ("again", "command", "future", "ledger", "read", "script", "sight", "since_s")
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        script: Script,
+        command: bytes,
+        read: Read,
+        sight: Sight | None,
+        since_s: float,
+        future: asyncio.Future[tuple[int | None, list[str]]],
+    ) -> None:
+        self.ledger = ledger
+        self.script = script
+        self.command = command
+        self.read = read
+        self.sight = sight
+        self.since_s = since_s
+        self.future = future
+        self.again = False
+
+    def __call__(self, reply: Reply) -> None:
+        self.ledger._settle(self, reply)
+
+
 class Told(NamedTuple):
     """The learned speeds of a pool, as an acquire that had to read them was told: `words` for the next ones, packed as
     `Pool.packed`. They are right until `since` is no longer what Redis has."""
@@ -577,54 +609,54 @@ class Ledger:
     ) -> asyncio.Future[tuple[int | None, list[str]]]:
         """One acquire on the wire, in `sight` of whoever watches: the code, None without an answer, and what it
         counted."""
-        future: asyncio.Future[tuple[int | None, list[str]]] = asyncio.get_running_loop().create_future()
-
         # One in a while is measured: what all together would cost is more than what they would tell.
         since_s = 0.0 if self._figures.acquires_s else time.monotonic()
-
-        def settle(reply: Reply, *, loaded: bool = False) -> None:
-            if type(reply) is not list:
-                if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT"):
-                    # Nothing ran, so sending it again is no replay. It stays in flight.
-                    if self._pipeline is not None and not loaded:
-                        self._pipeline.submit(("SCRIPT", "LOAD", script.text), _ignore)
-                        if sight is None:
-                            self._pipeline.send(command, partial(settle, loaded=True))
-                        else:
-                            self._send_in_sight(command, partial(settle, loaded=True), sight)
-                        return
-                    reply = StoreUnavailable("Redis lost the scripts and then the connection, or does not take them")
-                self._acquiring -= 1
-                if not isinstance(reply, StoreUnavailable):
-                    self._distrust(f"Redis answered an acquire with: {reply}")
-                code, urls = None, []
-            else:
-                self._acquiring -= 1
-                if since_s:
-                    self._figures.acquires_s.append(time.monotonic() - since_s)
-                code, version = reply[0], reply[1]
-                urls = read(reply) if code == DONE else []
-                for url in urls:
-                    self._add(url)
-                if code == Code.NOT_MEMBER:
-                    self._restate_soon()
-                if version != self._registry.snapshot.version:
-                    self._registry.refresh_soon()
-            if not future.done():
-                future.set_result((code, urls))
-            elif future.cancelled():
-                for url in urls:
-                    self._release(url, None)
-            if self._restate_due:
-                self._restate_if_due()
-
+        asked = Asked(self, script, command, read, sight, since_s, asyncio.get_running_loop().create_future())
         self._acquiring += 1
+        self._send_asked(asked)
+        return asked.future
+
+    def _send_asked(self, asked: Asked) -> None:
         assert self._pipeline is not None
-        if sight is None:
-            self._pipeline.send(command, settle)
+        if asked.sight is None:
+            self._pipeline.send(asked.command, asked)
         else:
-            self._send_in_sight(command, settle, sight)
-        return future
+            self._send_in_sight(asked.command, asked, asked.sight)
+
+    def _settle(self, asked: Asked, reply: Reply) -> None:
+        if type(reply) is not list:
+            if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT"):
+                # Nothing ran, so sending it again is no replay. It stays in flight.
+                if self._pipeline is not None and not asked.again:
+                    asked.again = True
+                    self._pipeline.submit(("SCRIPT", "LOAD", asked.script.text), _ignore)
+                    self._send_asked(asked)
+                    return
+                reply = StoreUnavailable("Redis lost the scripts and then the connection, or does not take them")
+            self._acquiring -= 1
+            if not isinstance(reply, StoreUnavailable):
+                self._distrust(f"Redis answered an acquire with: {reply}")
+            code, urls = None, []
+        else:
+            self._acquiring -= 1
+            if asked.since_s:
+                self._figures.acquires_s.append(time.monotonic() - asked.since_s)
+            code, version = reply[0], reply[1]
+            urls = asked.read(reply) if code == DONE else []
+            for url in urls:
+                self._add(url)
+            if code == Code.NOT_MEMBER:
+                self._restate_soon()
+            if version != self._registry.snapshot.version:
+                self._registry.refresh_soon()
+        future = asked.future
+        if not future.done():
+            future.set_result((code, urls))
+        elif future.cancelled():
+            for url in urls:
+                self._release(url, None)
+        if self._restate_due:
+            self._restate_if_due()
 
     def _send_in_sight(self, command: bytes, callback: Callable[[Reply], None], sight: Sight) -> None:
         """An acquire together with the counts that it finds: nobody changes them in between."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 from collections import Counter
@@ -1035,3 +1036,20 @@ async def test_a_video_with_its_own_sound_is_served_raw() -> None:
     body = await world.served(video(0), mm_processor_kwargs={"use_audio_in_video": True})
     assert parts_of(body) == [video(0, uuid=sha("http://vid/0.mp4"))]
     assert "ec_transfer_params" not in body
+
+
+async def test_looking_after_encoders_leaves_nothing_to_the_garbage_collector() -> None:
+    def looks() -> int:
+        return sum(getattr(o, "__qualname__", "").endswith("_while_up.<locals>.look") for o in gc.get_objects())
+
+    world = World()
+    gc.collect()
+    before = looks()
+    gc.disable()
+    try:
+        await world.served(text("what is it?"), image(1))
+        await asyncio.sleep(0)
+        assert world.caller.calls
+        assert looks() == before
+    finally:
+        gc.enable()
