@@ -16,7 +16,6 @@ import hashlib
 import logging
 import os
 import re
-import stat
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -101,8 +100,6 @@ def read_keys(path: Path, *, for_admins: bool = False) -> tuple[AccessKey, ...]:
 def _text(path: Path) -> str:
     try:
         with opened(path) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise KeysFileError(f"{path}: is no regular file")
             text = file.read(LIMIT_BYTES + 1)
     except OSError as e:
         raise KeysFileError(f"{path}: can't be read: {e.strerror}") from e

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from app.looked_at import opened
 from app.nearest import nearest
 
 _MEMBER = re.compile(r"""\s*("[^"]*"|'[^']*'|[\w-]+)\s*[=.]""").match
@@ -46,7 +47,8 @@ def read_config(path: Path, names: Collection[str], tables: Mapping[str, str]) -
         tables: of those that are written as a table, the table's name -> the field.
     """
     try:
-        text = path.read_text("utf-8-sig")
+        with opened(path) as file:
+            text = file.read().decode("utf-8-sig")
     except OSError as e:
         return ConfigFile(path, faults=[f"{path}: can't be read: {e.strerror}"])
     except UnicodeDecodeError:

@@ -1,13 +1,18 @@
 """A file that others write while we look at it: when it is to be read, and how it is opened.
 
 Owns that rule: at the first look, and after a change once it has been the same for one look, so that one that is
-written in place is not taken half-way. It must not know what the file holds.
+written in place is not taken half-way. Files that are read once only are opened in the same way. It must not know what
+a file holds.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -51,9 +56,17 @@ class LookedAt:
         return True
 
 
-def opened(path: Path) -> BinaryIO:
-    """Without blocking: a pipe in its place must not hold a thread, and with it the worker's end. Raises OSError."""
-    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Without blocking: a pipe in its place must not hold a thread, and with it a start or a worker's end.
+
+    Raises:
+        OSError: also where it is no regular file, which could be read once only, or without an end.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        yield file
 
 
 def _stamp(found: os.stat_result) -> Stamp:

@@ -36,6 +36,7 @@ from app.access_keys import KeysFileError, access_key, read_keys
 from app.config_file import ConfigFile, others_can_read, read_config
 from app.discovery.sources import FileSource, Source, parse_source
 from app.errors import BadRequest, ConfigurationError
+from app.looked_at import opened
 from app.nearest import nearest
 from app.nodes import Role, normalise_url
 from app.redis_url import CLUSTER_SCHEMES, SENTINEL_SCHEMES, RedisPlace
@@ -948,7 +949,8 @@ def load_tls_files(field: str, context: ssl.SSLContext, files: Mapping[str, Path
 
 def _check_readable(field: str, path: Path, setting: str = "") -> None:
     try:
-        path.read_bytes()
+        with opened(path) as file:
+            file.read()
     except OSError as e:
         raise TlsFileError(field, f"can't read {setting + ': ' if setting else ''}{path}: {e.strerror}") from e
 

@@ -145,6 +145,27 @@ def test_an_absent_file_and_one_that_is_no_text_are_told(tmp_path: Path) -> None
         assert fault.startswith("FILE: is no TOML: ")
 
 
+@pytest.mark.timeout(5)
+def test_what_is_no_file_is_told_and_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    assert faults(tmp_path / "pipe.toml") == ["FILE: can't be read: it is no regular file"]
+    assert faults(tmp_path) == ["FILE: can't be read: Is a directory"]
+    # What `<(...)` of a shell gives, written and ended: the next process of a deployment could not read it again.
+    reader, writer = os.pipe()
+    os.write(writer, b"workers = 5\n")
+    os.close(writer)
+    try:
+        assert faults(Path(f"/dev/fd/{reader}")) == ["FILE: can't be read: it is no regular file"]
+    finally:
+        os.close(reader)
+
+
+@pytest.mark.timeout(5)
+def test_a_file_that_stdin_is_can_be_read(write: Write) -> None:
+    with open(write("workers = 5\n"), "rb") as file:
+        assert Settings.load({"config": f"/dev/fd/{file.fileno()}"}).workers == 5
+
+
 def test_the_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "evenhand.toml"
     path.write_bytes(b"\xef\xbb\xbfworkers = 5\r\nretries = 6\r\n")

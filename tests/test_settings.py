@@ -323,6 +323,14 @@ def test_ssl_says_which_file_is_missing_or_wrong(monkeypatch: pytest.MonkeyPatch
     assert (settings.ssl_keyfile, settings.ssl_certfile) == (key, chain)
 
 
+@pytest.mark.timeout(5)
+def test_a_pipe_for_a_pem_file_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(path := tmp_path / "pipe")
+    assert complaint({"engine_ca_file": str(path)}).endswith(f"can't read {path}: it is no regular file")
+    both = {"engine_key_file": str(path), "engine_cert_file": str(path)}
+    assert complaint(both).endswith(f"can't read --engine-key-file: {path}: it is no regular file")
+
+
 def test_what_engines_are_shown_is_a_pair_of_files(tmp_path: Path) -> None:
     certificate = trustme.CA().issue_cert("127.0.0.1")
     key, chain = tmp_path / "key.pem", tmp_path / "chain.pem"

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from urllib.parse import urlsplit
 
 from app.access_keys import AccessKey, KeyRing, digest_of
 from app.errors import Forbidden, ModelNotFound, Unauthorized
 
-HeaderPairs = Iterable[tuple[bytes, bytes]]
+HeaderPairs = Collection[tuple[bytes, bytes]]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
@@ -41,15 +41,25 @@ class Authority:
         return self._keys.admin or tuple(key for key in self._keys.api if key.models is None)
 
     def check_client(self, headers: HeaderPairs) -> AccessKey | None:
-        """The key of the request; None: there are none, so none is needed. Raises Unauthorized."""
+        """The key of the request; None: there are none, so none is needed. Raises Unauthorized.
+
+        OpenAI's clients send it as `Authorization`, Anthropic's as `x-api-key`, and some send both. The second is
+        looked at only where the first is none of ours, so where both are right the first one's name and models count.
+        """
         if not self._asks:
             return None
         token = _bearer(headers)
-        if token is None:
-            raise Unauthorized("This needs an API key: send `Authorization: Bearer <key>`.")
         key = _among(token, self._keys.api)
         if key is None:
-            raise Unauthorized("The API key is wrong.")
+            other = _x_api_key(headers)
+            key = _among(other, self._keys.api)
+            if key is None and token is None and other is None:
+                raise Unauthorized(
+                    "This needs an API key: send `Authorization: Bearer <key>` or, as Anthropic's clients do, "
+                    "`x-api-key: <key>`."
+                )
+            if key is None:
+                raise Unauthorized("The API key is wrong.")
         return key
 
     def check_reader(self, headers: HeaderPairs, peer: str | None) -> None:
@@ -69,10 +79,9 @@ class Authority:
             Unauthorized: no key, or one that is none of ours.
             Forbidden: a client's key; or no key can help, because none is configured.
         """
-        headers = list(headers)
         token = _bearer(headers)
         admin_keys = self._admin_keys
-        if token is not None and _among(token, admin_keys):
+        if _among(token, admin_keys):
             return
         if self._trusts(peer) and not _from_foreign_page(headers):
             return
@@ -101,7 +110,16 @@ def _bearer(headers: HeaderPairs) -> bytes | None:
     return None
 
 
-def _among(token: bytes, keys: tuple[AccessKey, ...]) -> AccessKey | None:
+def _x_api_key(headers: HeaderPairs) -> bytes | None:
+    for name, value in headers:
+        if name == b"x-api-key":
+            return value.strip() or None
+    return None
+
+
+def _among(token: bytes | None, keys: tuple[AccessKey, ...]) -> AccessKey | None:
+    if token is None:
+        return None
     digest, found = digest_of(token), None
     for key in keys:
         if hmac.compare_digest(digest, key.digest):

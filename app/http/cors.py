@@ -4,8 +4,8 @@ Owns the headers of that (the CORS protocol, https://fetch.spec.whatwg.org/#http
 routes or keys. Not Starlette's middleware: answers of engines don't pass Starlette, and without `--cors-origins`
 nothing of this may cost anything.
 
-Never with credentials: a browser sends our keys because a page's script put them into `Authorization`, and cookies
-or client certificates open nothing here.
+Never with credentials: a browser sends our keys because a page's script put them into `Authorization` or
+`x-api-key`, and cookies or client certificates open nothing here.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Form:
         nameless: it need not name a model; then `end` returns "", and the field may be empty.
 
     Raises:
-        BadRequest: the Content-Type has no boundary, or two.
+        BadRequest: the Content-Type has no boundary, or two, or another charset than UTF-8.
     """
 
     __slots__ = (
@@ -63,9 +63,13 @@ class Form:
 
     def __init__(self, content_type: bytes, *, allow_transfer_params: bool, nameless: bool = False) -> None:
         form = _FORM(content_type)
-        boundary = _parameters(form[1]).get(b"boundary") if form is not None else None
+        given = _parameters(form[1]) if form is not None else {}
+        boundary = given.get(b"boundary")
         if not boundary or len(boundary) > MAX_BOUNDARY_BYTES:
             raise BadRequest("The Content-Type of a form must have one boundary")
+        if given.get(b"charset", b"utf-8").lower() != b"utf-8":
+            # Starlette reads names and values by it: `+AG0-odel` would be the engine's `model`, and none to us.
+            raise BadRequest("The charset of a form must be utf-8, if it has one")
         self.model: str | None = None
         self._allow = allow_transfer_params
         self._nameless = nameless
@@ -146,10 +150,13 @@ class Form:
         self._parts += 1
         if self._parts > MAX_PARTS:
             raise BadRequest("The form has too many parts")
-        name = _name_of(head)
+        name, is_file = _disposition_of(head)
         if name == "model":
             if self.model is not None:
                 raise BadRequest("The form names a model twice", param="model")
+            if is_file:
+                # Starlette, which the engines use, takes a part with a file's name for a file, also an empty name.
+                raise BadRequest("The form's model must be a field, not a file: it has a filename", param="model")
             self._value = bytearray()
         elif name in INTERNAL and not self._allow:
             raise refuse(name)
@@ -198,16 +205,18 @@ def renamed_form(content_type: bytes, body: bytes, model: str) -> bytes:
     return b"%b%b%b" % (body[:start], instead, body[end:])
 
 
-def _name_of(head: bytes) -> str:
+def _disposition_of(head: bytes) -> tuple[str, bool]:
+    """A part's name, and whether it gives a file's name too."""
     lines = [_LINE(line) for line in head.split(b"\r\n")]
     found = [line[2] for line in lines if line is not None and line[1].lower() == b"content-disposition"]
     form_data = _FORM_DATA(found[0]) if len(found) == 1 and all(lines) else None
     if form_data is None:
         raise BadRequest("Every part of a form must have one Content-Disposition: form-data, and lines of headers only")
-    name = _parameters(form_data[1]).get(b"name", b"")
+    given = _parameters(form_data[1])
+    name = given.get(b"name", b"")
     if b"\\" in name:
         raise BadRequest("The name of a form's field must not have a backslash")
-    return name.decode("utf-8", "replace")
+    return name.decode("utf-8", "replace"), b"filename" in given or b"filename*" in given
 
 
 def _parameters(text: bytes) -> dict[bytes, bytes]:

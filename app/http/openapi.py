@@ -15,7 +15,7 @@ from app.nodes import Breaker, Role, State
 
 Schema = dict[str, Any]
 
-_CLIENT: list[Schema] = [{"apiKey": []}, {}]
+_CLIENT: list[Schema] = [{"apiKey": []}, {"xApiKey": []}, {}]
 _ADMIN: list[Schema] = [{"adminKey": []}, {}]
 
 _ERRORS = {
@@ -91,6 +91,13 @@ def document() -> Schema:
                     "type": "http",
                     "scheme": "bearer",
                     "description": "One of --api-keys, where there are any.",
+                },
+                "xApiKey": {
+                    "type": "apiKey",
+                    "in": "header",
+                    "name": "x-api-key",
+                    "description": "The same key as Anthropic's clients send it; counts where Authorization "
+                    "holds no right one.",
                 },
                 "adminKey": {
                     "type": "http",

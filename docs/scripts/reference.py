@@ -55,6 +55,8 @@ all answers, and Swagger UI at `/`. [Endpoints](endpoints.md) says how the forwa
 
 Errors are OpenAI's error objects, `{"error": {"message", "type", "param", "code"}}`; some carry LMDeploy's `error_code`
 and `text` beside it. Every answer has an `X-Request-Id`: the client's own, or one that was made.
+
+An API key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`, an admin key as `Authorization: Bearer KEY` only.
 """
 
 CALLERS = {
@@ -164,11 +166,11 @@ def _errors(openapi: dict[str, Any]) -> dict[str, str]:
 def _section(openapi: dict[str, Any], errors: dict[str, str], calls: list[tuple[str, dict[str, Any]]]) -> str:
     """One operation, or those that differ by nothing but path and summary."""
     operation = calls[0][1]
-    callers = [CALLERS[name] for way in operation["security"] for name in way] or ["Open to all."]
+    caller = next((CALLERS[name] for way in operation["security"] for name in way), "Open to all.")
     if len(calls) == 1:
-        lines = [f"### {calls[0][0]}", "", f"{operation['summary']}. {callers[0]}", ""]
+        lines = [f"### {calls[0][0]}", "", f"{operation['summary']}. {caller}", ""]
     else:
-        lines = [f"### {calls[0][0]} and its like", "", callers[0], "", "| call | |", "|---|---|"]
+        lines = [f"### {calls[0][0]} and its like", "", caller, "", "| call | |", "|---|---|"]
         lines += [*(f"| `{call}` | {each['summary']} |" for call, each in calls), ""]
     if operation.get("description"):
         lines += [operation["description"], ""]

@@ -7,7 +7,7 @@ import hmac
 
 import pytest
 
-from app.access_keys import KeyRing
+from app.access_keys import KeyRing, access_key
 from app.errors import EvenhandError, Forbidden, Unauthorized
 from app.http.auth import Authority
 
@@ -54,10 +54,58 @@ def test_other_keys_do_not(key: str) -> None:
     assert client_says(authority("k1 k2", "a1"), bearer(key)) is Unauthorized
 
 
-def test_only_bearer_counts() -> None:
+def test_only_bearer_and_x_api_key_count() -> None:
     assert client_says(authority("k1"), bearer("k1", "Basic")) is Unauthorized
-    assert client_says(authority("k1"), [(b"x-api-key", b"k1")]) is Unauthorized
+    for name in (b"api-key", b"x_api_key", b"x-api-keys", b"cookie"):
+        assert client_says(authority("k1"), [(name, b"k1")]) is Unauthorized
     assert client_says(authority("k1"), []) is Unauthorized
+
+
+@pytest.mark.parametrize(("value", "opens"), [(b"k2", True), (b" k2 ", True), (b"", False), (b"k", False)])
+def test_anthropics_clients_send_x_api_key(value: bytes, opens: bool) -> None:
+    assert client_says(authority("k1 k2"), [(b"x-api-key", value)]) is (None if opens else Unauthorized)
+
+
+@pytest.mark.parametrize("value", [b"Bearer k1", b"Bearer", b"bearer k1 ", b"Basic k1"])
+def test_x_api_key_is_the_key_and_nothing_before_it(value: bytes) -> None:
+    assert client_says(authority("k1"), [(b"x-api-key", value)]) is Unauthorized
+
+
+@pytest.mark.parametrize("wrong", [b"", b"Bearer", b"Bearer ", b"Bearer wrong", b"Basic k1", b"k1"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_right_x_api_key_opens_beside_an_authorization_that_does_not(wrong: bytes, first: bool) -> None:
+    headers = [(b"x-api-key", b"k1"), (b"authorization", wrong)]
+    assert client_says(authority("k1"), headers if first else headers[::-1]) is None
+
+
+@pytest.mark.parametrize("wrong", [b"", b"wrong"])
+def test_a_right_bearer_opens_beside_any_x_api_key(wrong: bytes) -> None:
+    assert client_says(authority("k1"), [(b"x-api-key", wrong), *bearer("k1")]) is None
+
+
+def test_of_two_right_keys_the_bearers_counts() -> None:
+    few = access_key("few", name="few", models=frozenset("m"))
+    keys = KeyRing(api=["all"])
+    keys.api += (few,)
+    headers = [(b"x-api-key", b"all"), *bearer("few")]
+    assert Authority(keys, trusted_networks=()).check_client(headers) == few
+
+
+def test_no_right_key_is_told_whether_there_was_one() -> None:
+    who = authority("k1")
+    for headers, words in [
+        ([], "needs an API key"),
+        ([(b"x-api-key", b"")], "needs an API key"),
+        ([(b"x-api-key", b"wrong")], "is wrong"),
+        ([*bearer("wrong"), (b"x-api-key", b"")], "is wrong"),
+    ]:
+        with pytest.raises(Unauthorized, match=words):
+            who.check_client(headers)
+
+
+def test_admin_keys_are_bearers_only() -> None:
+    assert admin_says(authority("c", "a"), [(b"x-api-key", b"a")], STRANGER) is Unauthorized
+    assert admin_says(authority("c"), [(b"x-api-key", b"c")], STRANGER) is Unauthorized
 
 
 def test_every_key_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,8 +116,10 @@ def test_every_key_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch
         return a == b
 
     monkeypatch.setattr(hmac, "compare_digest", compare)
-    authority("k1 k2 k3").check_client(bearer("k1"))
-    assert seen == [hashlib.sha256(key).digest() for key in (b"k1", b"k2", b"k3")]
+    for headers in (bearer("k1"), [(b"x-api-key", b"k1")], [*bearer("k1"), (b"x-api-key", b"k2")]):
+        seen.clear()
+        authority("k1 k2 k3").check_client(headers)
+        assert seen == [hashlib.sha256(key).digest() for key in (b"k1", b"k2", b"k3")]
 
 
 def test_R82_client_key_on_an_admin_route_is_403_no_key_401_wrong_key_401() -> None:

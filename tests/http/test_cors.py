@@ -34,7 +34,7 @@ def of(origin: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def asking(origin: bytes = PAGE, method: bytes = b"POST") -> list[tuple[bytes, bytes]]:
-    names = b"authorization,content-type,x-stainless-os"
+    names = b"authorization,content-type,x-api-key"
     return [*of(origin), (b"access-control-request-method", method), (b"access-control-request-headers", names)]
 
 
@@ -45,7 +45,7 @@ async def test_a_preflight_is_answered_without_a_key(path: str) -> None:
     assert said(reply) == {
         "access-control-allow-origin": [PAGE.decode()],
         "access-control-allow-methods": ["GET, POST, OPTIONS"],
-        "access-control-allow-headers": ["authorization,content-type,x-stainless-os"],
+        "access-control-allow-headers": ["authorization,content-type,x-api-key"],
         "access-control-max-age": ["600"],
         "vary": ["origin", "access-control-request-headers"],
     }
@@ -103,7 +103,7 @@ async def test_any_origin_is_a_star_and_never_credentials() -> None:
     }
     found = said(await one.ask("OPTIONS", "/v1/models", headers=asking(OTHER)))
     assert found["access-control-allow-origin"] == ["*"] and "access-control-allow-credentials" not in found
-    assert found["access-control-allow-headers"] == ["authorization,content-type,x-stainless-os"]
+    assert found["access-control-allow-headers"] == ["authorization,content-type,x-api-key"]
 
 
 async def test_an_engines_own_words_to_pages_give_way() -> None:

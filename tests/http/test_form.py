@@ -55,6 +55,31 @@ def test_a_file_called_model_is_no_model(order: str) -> None:
     assert refused(form((order, b"m"))).param == "model"
 
 
+@pytest.mark.parametrize(
+    "disposition",
+    [
+        'name="model"; filename="a.txt"',
+        'filename="a.txt"; name="model"',
+        'name="model"; filename=""',
+        "name=model; FileName=a",
+        "name=\"model\"; filename*=utf-8''a",
+    ],
+)
+def test_a_model_that_engines_take_for_a_file_is_refused(disposition: str) -> None:
+    error = refused(form((disposition, b"m")))
+    assert error.param == "model" and "file" in error.message
+    assert refused(form(('name="model"', b"m"), (disposition, b"m"))).param == "model"
+
+
+def test_the_charset_of_a_form_is_utf_8() -> None:
+    for charset in (b"utf-8", b'"UTF-8"'):
+        assert model_of(form(('name="model"', b"m")), TYPE + b"; charset=" + charset) == "m"
+    # By this one an engine's parser reads `kv_transfer_params` and a second `model`.
+    hidden = form(('name="model"', b"m"), ('name="+AGs-v_transfer_params"', b"{}"), ('name="+AG0-odel"', b"other"))
+    assert "charset" in refused(hidden, TYPE + b"; charset=utf-7").message
+    assert "charset" in refused(hidden, b'multipart/form-data; CharSet="utf-16"; boundary=XX').message
+
+
 def test_empty_content_is_read_as_empty() -> None:
     assert model_of(form(('name="prompt"', b""), ('name="model"', b"m"))) == "m"
     assert refused(form(('name="model"', b""))).param == "model"

@@ -90,11 +90,11 @@ async def test_headers_to_the_engine() -> None:
 
 
 async def test_R85_client_key_reaches_an_engine_only_where_it_is_switched_on() -> None:
-    key = (b"authorization", b"Bearer k")
-    for switch in (False, True):
-        world = World(api_keys=["k"], forward_client_key=switch)
-        assert (await world.post(headers=[key])).status == 200
-        assert (key in world.hybrid.requests[0].headers) is switch
+    for key in ((b"authorization", b"Bearer k"), (b"x-api-key", b"k")):
+        for switch in (False, True):
+            world = World(api_keys=["k"], forward_client_key=switch)
+            assert (await world.post(headers=[key])).status == 200
+            assert (key in world.hybrid.requests[0].headers) is switch
 
 
 async def test_request_id_is_kept_and_returned() -> None:
