@@ -15,8 +15,14 @@ machine's other work."""
 
 
 def test_a_request_costs_no_more_than_it_did() -> None:
-    ran = subprocess.run([sys.executable, "-m", "bench.guard"], capture_output=True, text=True, timeout=120, check=True)
+    calls, ratio = cost(rounds=10)
+    assert 200 < calls <= CALLS, "fewer than that can't be the whole path"
+    assert ratio <= RATIO or cost(rounds=100)[1] <= RATIO, "where the machine did much else, the least of more counts"
+
+
+def cost(*, rounds: int) -> tuple[float, float]:
+    command = [sys.executable, "-m", "bench.guard", "--rounds", str(rounds)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     found = re.fullmatch(r"([\d.]+) calls, ([\d.]+) x the fixed program, ([\d.]+) us of CPU a request\n", ran.stdout)
     assert found, ran.stdout
-    assert 200 < float(found[1]) <= CALLS, "fewer than that can't be the whole path"
-    assert float(found[2]) <= RATIO
+    return float(found[1]), float(found[2])

@@ -133,7 +133,7 @@ def check_twins(acquirer: Acquirer, policy: str, candidates: list[Candidate], dr
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(candidates=CANDIDATES, draws=st.tuples(DRAW, DRAW))
 @example(candidates=[Candidate(5e-324, 1), Candidate(5e-324, 2)], draws=(0.5, 0.5))  # both are infinitely busy
@@ -169,7 +169,7 @@ POOL = st.lists(A_CANDIDATE, min_size=1, max_size=4)
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(pools=st.tuples(POOL, POOL), draws=st.tuples(DRAW, DRAW, DRAW, DRAW))
 def test_of_two_pools_lua_and_python_choose_alike_each_by_its_own_draws(
