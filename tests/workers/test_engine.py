@@ -724,8 +724,6 @@ def test_command_refuses_a_bad_value(flags: list[str], word: str, capsys: pytest
 
 def test_command_says_when_the_port_is_taken(engine_factory: Factory) -> None:
     taken = engine_factory()
-    ended = subprocess.run(
-        [*COMMAND, "--port", str(taken.port)], capture_output=True, text=True, timeout=20
-    )
+    ended = subprocess.run([*COMMAND, "--port", str(taken.port)], capture_output=True, text=True, timeout=20)
     assert ended.returncode == 1
     assert ended.stderr.startswith("evenhand engine: can't listen on") and ended.stderr.count("\n") == 1
