@@ -138,6 +138,7 @@ def check_twins(acquirer: Acquirer, policy: str, candidates: list[Candidate], dr
 @given(candidates=CANDIDATES, draws=st.tuples(DRAW, DRAW))
 @example(candidates=[Candidate(5e-324, 1), Candidate(5e-324, 2)], draws=(0.5, 0.5))  # both are infinitely busy
 @example(candidates=[Candidate(0.1, 0), Candidate(0.2, 0), Candidate(0.3, 0)], draws=(0.9999999999999999, 0.5))
+@example(candidates=[Candidate(0.1, 0), Candidate(0.2, 0), Candidate(0.3, 0)], draws=(0.4, 0.5))
 def test_lua_and_python_choose_alike(
     acquirer: Acquirer, policy: str, candidates: list[Candidate], draws: tuple[float, float]
 ) -> None:
