@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import http.server
+import io
 import json
 import os
 import re
@@ -454,11 +456,10 @@ class Served:
         self.url = re.search(r"serves (http://\S+) with", self.greeting)[1]  # type: ignore[index]
 
     def nodes(self, *words: str) -> str:
-        done = subprocess.run(
-            [*EVENHAND, "nodes", "--url", self.url, *words], capture_output=True, text=True, cwd=ROOT, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            assert run("nodes", "--url", self.url, *words) == 0
+        return said.getvalue()
 
     def states(self) -> list[str]:
         """Of all nodes; none while the deployment can't say."""
@@ -485,7 +486,9 @@ def test_serve_greets_with_commands_that_work_and_ctrl_c_ends_all(state_dir: Pat
 
         eventually(lambda: served.states() == ["ready", "ready"], within_s=10)
         static = "http://127.0.0.1:9"
-        assert "Added" in served.nodes("add", static, "--models", "other", "--host-header", "Engine.example:80")
+        add = [*EVENHAND, "nodes", "--url", served.url, "add", static, "--models", "other"]
+        added = subprocess.run([*add, "--host-header", "Engine.example:80"], capture_output=True, text=True, cwd=ROOT)
+        assert added.returncode == 0 and "Added" in added.stdout, added.stderr
         assert json.loads(served.nodes("list", "--json"))[static]["host_header"] == "engine.example:80"
         assert static in served.nodes("list")
 

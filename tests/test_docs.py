@@ -33,6 +33,7 @@ PAGES = [*OUTSIDE, *sorted(DOCS.rglob("*.md"))]
 FLAGS = {flag_of(name) for name in Settings.model_fields}
 VARIABLES = {variable for name in Settings.model_fields for variable in variables_of(name)} | set(OTHER_VARIABLES)
 VARIABLES |= set(re.findall(r"\bEVENHAND_[A-Z_]+[A-Z]\b", (ROOT / "docker-compose.yml").read_text()))
+parser_of = cache(build_parser)
 
 
 def name_of(page: Path) -> str:
@@ -42,6 +43,7 @@ def name_of(page: Path) -> str:
 # --- the site
 
 
+@pytest.mark.wide
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
@@ -108,7 +110,7 @@ def typed(text: str) -> Iterator[str]:
 
 def flags_of(words: list[str]) -> set[str]:
     """Those that a command of `evenhand` takes."""
-    parser = build_parser(words[0])
+    parser = parser_of(words[0])
     used = parser.below(words[0])
     assert used is not None, f"there is no command {words[0]}"
     known = set(used.flags())
@@ -171,17 +173,22 @@ def _default(name: str) -> str:
     return "off" if name == "total_timeout_s" else default_of(name)
 
 
+@cache
+def names_of_metrics() -> set[str]:
+    """And of what else begins as theirs do."""
+    adapter = (ROOT / "deploy/kubernetes/prometheus/adapter-values.yaml").read_text()
+    volumes = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["volumes"]
+    names = {family.name for family in FAMILIES} | set(re.findall(r"as: (\w+)", adapter))
+    return names | {f"evenhand_{volume}" for volume in volumes}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_variables_and_metrics_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
     variables = set(re.findall(r"\bEVENHAND_[A-Z_]+[A-Z]\b", text))
     assert variables <= VARIABLES, variables - VARIABLES
-    adapter = (ROOT / "deploy/kubernetes/prometheus/adapter-values.yaml").read_text()
-    volumes = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["volumes"]
-    names = {family.name for family in FAMILIES} | set(re.findall(r"as: (\w+)", adapter))
-    names |= {f"evenhand_{volume}" for volume in volumes}
     metrics = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\bevenhand(?:_[a-z]+)+\b", text)}
-    assert metrics <= names, metrics - names
+    assert metrics <= names_of_metrics(), metrics - names_of_metrics()
 
 
 def test_figures_of_sizing_are_those_that_were_measured() -> None:

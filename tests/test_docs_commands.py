@@ -111,6 +111,7 @@ def deployment() -> Iterator[Deployment]:
         yield made
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_commands_of_a_page_do_what_it_says(page: Path, deployment: Deployment, tmp_path: Path) -> None:
     commands = commands_of(page)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 CALLS = 319
-"""Functions called for a request: 5 % more than the 304 of before there were metrics. 313 on Python 3.11, fewer
+"""Functions called for a request: 5 % more than the 304 of before there were metrics. 318 on Python 3.11, fewer
 later."""
 RATIO = 0.7
 """CPU of a request against the fixed program: 0.30 to 0.40, by the build of Python; it moves by a tenth with the
@@ -15,10 +15,16 @@ machine's other work."""
 
 
 def test_a_request_costs_no_more_than_it_did() -> None:
-    ran = subprocess.run([sys.executable, "-m", "bench.guard"], capture_output=True, text=True, timeout=120, check=True)
+    calls, left, ratio = cost(rounds=10)
+    assert 200 < calls <= CALLS, "fewer than that can't be the whole path"
+    assert left == 0, "what is in a circle waits for the collector, which makes all requests wait"
+    assert ratio <= RATIO or cost(rounds=100)[2] <= RATIO, "where the machine did much else, the least of more counts"
+
+
+def cost(*, rounds: int) -> tuple[float, int, float]:
+    command = [sys.executable, "-m", "bench.guard", "--rounds", str(rounds)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     words = r"([\d.]+) calls, (\d+) objects left, ([\d.]+) x the fixed program, ([\d.]+) us of CPU a request\n"
     found = re.fullmatch(words, ran.stdout)
     assert found, ran.stdout
-    assert 200 < float(found[1]) <= CALLS, "fewer than that can't be the whole path"
-    assert int(found[2]) == 0, "what is in a circle waits for the collector, which makes all requests wait"
-    assert float(found[3]) <= RATIO
+    return float(found[1]), int(found[2]), float(found[3])

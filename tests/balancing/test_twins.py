@@ -133,11 +133,12 @@ def check_twins(acquirer: Acquirer, policy: str, candidates: list[Candidate], dr
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(candidates=CANDIDATES, draws=st.tuples(DRAW, DRAW))
 @example(candidates=[Candidate(5e-324, 1), Candidate(5e-324, 2)], draws=(0.5, 0.5))  # both are infinitely busy
 @example(candidates=[Candidate(0.1, 0), Candidate(0.2, 0), Candidate(0.3, 0)], draws=(0.9999999999999999, 0.5))
+@example(candidates=[Candidate(0.1, 0), Candidate(0.2, 0), Candidate(0.3, 0)], draws=(0.4, 0.5))
 def test_lua_and_python_choose_alike(
     acquirer: Acquirer, policy: str, candidates: list[Candidate], draws: tuple[float, float]
 ) -> None:
@@ -169,7 +170,7 @@ POOL = st.lists(A_CANDIDATE, min_size=1, max_size=4)
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(pools=st.tuples(POOL, POOL), draws=st.tuples(DRAW, DRAW, DRAW, DRAW))
 def test_of_two_pools_lua_and_python_choose_alike_each_by_its_own_draws(

@@ -45,7 +45,7 @@ def chances_by_choosing(policy: str, candidates: Sequence[Candidate], slices: in
 
 
 @pytest.mark.parametrize("policy", ["min_expected_latency", "min_observed_latency", "least_expected_delay"])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(candidates=FEW)
 @example(candidates=[Candidate(5e-324, 1), Candidate(5e-324, 2)])
 @example(candidates=[Candidate(1, 0, 0.5), Candidate(1, 0), Candidate(1, 0, None, 1)])
@@ -54,7 +54,7 @@ def test_the_chance_is_how_often_it_is_chosen(policy: str, candidates: list[Cand
     assert weighing.chances == pytest.approx([*map(float, chances_by_choosing(policy, candidates, SLICES))])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(speeds=st.lists(st.integers(1, 12), min_size=1, max_size=6))
 def test_the_chance_of_random_is_how_often_it_is_chosen(speeds: list[int]) -> None:
     candidates = [Candidate(float(speed), 0) for speed in speeds]
@@ -70,7 +70,7 @@ def test_of_speeds_that_are_too_large_to_add_random_takes_the_last() -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(candidates=FEW, draws=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)))
 def test_whoever_is_chosen_has_the_least_score_or_is_explored(
     policy: str, candidates: list[Candidate], draws: tuple[float, float]
@@ -115,7 +115,7 @@ ENCODERS = st.lists(
 
 
 @pytest.mark.parametrize("policy", sorted(ENCODER_POLICIES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(encoders=ENCODERS, start=st.integers(0, 9))
 def test_the_next_encoder_is_the_one_that_gets_the_item(policy: str, encoders: list[Encoder], start: int) -> None:
     before = repr(encoders)

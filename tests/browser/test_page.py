@@ -16,6 +16,8 @@ from tests.support.wait import eventually
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
+pytestmark = pytest.mark.wide
+
 ONE, TWO, THREE = (node(i)["url"] for i in (1, 2, 3))
 NONE = "\N{EN DASH}"
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\'"&\u202e'

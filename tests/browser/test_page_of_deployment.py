@@ -17,6 +17,8 @@ from tests.support.redis import PrivateRedis, Space
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+pytestmark = pytest.mark.wide
+
 KEY = "admin-key"
 ADMIN = {"authorization": f"Bearer {KEY}"}
 WITHIN_MS = 10_000  # a state a second, of workers beside other tests

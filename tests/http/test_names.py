@@ -65,7 +65,7 @@ def test_where_it_is_not_found_at_once_the_other_values_stay(body: bytes) -> Non
     assert json.loads(made) == {**json.loads(body), "model": "M"} and b":1.50" in made
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(
     st.recursive(
         st.none() | st.text() | st.floats(allow_nan=False, allow_infinity=False) | st.just("model"),

@@ -22,7 +22,7 @@ from tests.http.in_process import Face
 from tests.support.loop import LoopThread
 from tests.support.recorder import Received, Recorder
 
-EXAMPLES = 250  # about 5 s
+EXAMPLES = 120
 
 BODIES = st.text(max_size=40).map(lambda text: json.dumps({"model": "recorded", "prompt": text}).encode())
 SMUGGLED = b"POST /v1/smuggled HTTP/1.1\r\nHost: s\r\nContent-Length: 2\r\n\r\n{}"

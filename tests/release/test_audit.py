@@ -65,6 +65,7 @@ def flags(url: str, cache: Path) -> list[str]:
     return ["-s", "osv", "--osv-url", url, "--cache-dir", str(cache)]
 
 
+@pytest.mark.wide
 def test_a_known_vulnerability_fails_and_is_named_unless_it_is_a_false_alarm(
     lock: Path, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_known_vulnerability_fails_and_is_named_unless_it_is_a_false_alarm(
     assert audit.audit(lock, flags(database, tmp_path)) == (1, ["aaa 1.0: PYSEC-2, CVE-2, mended in 1.1: it bursts"])
 
 
+@pytest.mark.wide
 def test_a_database_that_cannot_be_reached_is_said_and_fails_nothing(lock: Path, tmp_path: Path) -> None:
     with socket.socket() as taken:  # bound and not listening: refuses
         taken.bind(("127.0.0.1", 0))

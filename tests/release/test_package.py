@@ -25,7 +25,7 @@ from tests.support.process import Process
 from tests.support.wait import eventually
 
 # Each of the fixtures is seconds of computing, and other tests run at the same time.
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.wide, pytest.mark.timeout(180)]
 
 SERVES = re.compile(rf"^Evenhand {re.escape(__version__)} serves (http://\S+) with 2 workers", re.MULTILINE)
 

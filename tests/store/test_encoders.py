@@ -115,7 +115,7 @@ def equal(urls: tuple[str, ...] | list[str]) -> list[tuple[str, float]]:
 
 READY = st.sets(st.integers(0, 4), min_size=1).map(lambda chosen: [ENCODERS[n] for n in sorted(chosen)])
 CALLS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), READY), min_size=1, max_size=20)
-ON_REDIS = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+ON_REDIS = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @ON_REDIS

@@ -284,23 +284,31 @@ async def test_who_changes_counts_beside_the_order_takes_it_away(redis: Space, s
         assert ordered(redis) and set(placed(redis).values()) == {0.0}
 
 
+DAMAGES = [
+    ("DEL", "load:0"),
+    ("SET", "load:0", "x"),
+    ("ZREM", "load:0", f"1.0 {node(3).url}"),
+    ("ZADD", "load:0", "-5", f"1.0 {node(3).url}"),
+    ("ZADD", "load:0", "9", f"1.0 {node(3).url}"),
+    ("DEL", "load_index"),
+    ("SET", "load_index", "rubbish"),
+    ("HSET", "load_index", "f", "x"),
+    ("DEL", "load_sums"),
+    ("SET", "load_sums", "x"),
+    ("SET", "learned", "x"),
+    ("FLUSHALL",),
+]
+
+
 @pytest.mark.parametrize(
-    "damage",
+    ("strategy", "damage"),
     [
-        ("DEL", "load:0"),
-        ("SET", "load:0", "x"),
-        ("ZREM", "load:0", f"1.0 {node(3).url}"),
-        ("ZADD", "load:0", "-5", f"1.0 {node(3).url}"),
-        ("ZADD", "load:0", "9", f"1.0 {node(3).url}"),
-        ("DEL", "load_index"),
-        ("SET", "load_index", "rubbish"),
-        ("HSET", "load_index", "f", "x"),
-        ("DEL", "load_sums"),
-        ("SET", "load_sums", "x"),
-        ("SET", "learned", "x"),
-        ("FLUSHALL",),
+        # Each under one strategy, by turns; under the others in test-wide.
+        pytest.param(name, damage, marks=[] if i % len(BY) == turn else pytest.mark.wide, id=" ".join((name, *damage)))
+        for i, damage in enumerate(DAMAGES)
+        for turn, name in enumerate(sorted(BY))
     ],
-    ids=" ".join,
+    indirect=["strategy"],
 )
 async def test_what_somebody_does_to_the_order_is_mended(
     redis: Space, monkeypatch: pytest.MonkeyPatch, strategy: str, damage: tuple[str, ...]
@@ -346,11 +354,11 @@ async def test_random_asks_redis_about_one_node_of_a_large_fleet(redis: Space) -
     async with Worker(redis.url, redis.namespace, "w1", strategy="random") as worker:
         await register(redis, nodes, worker)
         redis.cli("CONFIG", "RESETSTAT")
-        tickets = await worker.take(4000)
+        tickets = await worker.take(1000)
         fast = sum(count for url, count in held_on(tickets).items() if worker.registry.snapshot.nodes[url].speed == 3.0)
-        assert 2850 < fast < 3150  # 3000 expected, standard deviation 27
+        assert 670 < fast < 830  # 750 expected, standard deviation 14
         sent = int(redis.client.info("stats")["total_net_input_bytes"])
-        assert sent < 4000 * 1000, "a fleet of 60 is 2,000 bytes and more"
+        assert sent < 1000 * 1000, "a fleet of 60 is 2,000 bytes and more"
         assert redis.cli("EXISTS", redis.key("load_index")) == 0
         give_back(tickets)
 

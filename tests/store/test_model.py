@@ -929,12 +929,12 @@ def test_the_order_of_loads_is_right_whatever_changes_counts(raw_client: redis_c
         seldom += [come_back, come_back, lambda: learn(1), lambda: machine.fail_a_connection(rng.choice(URLS))]
         often = [acquire, acquire, release, release, learn]
     chosen = 0
-    for _ in range(1200):
+    for _ in range(700):
         if not machine.ordered() and rng.random() < 0.5:
             machine.order_loads(0)
         (rng.choice(seldom) if rng.random() < 0.15 else rng.choice(often))()
         machine.compare_counts()
         machine.compare_order()
         chosen += machine.ordered() and not machine.misplaced
-    assert chosen > 600
+    assert chosen > 350
     machine.heal()

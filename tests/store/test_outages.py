@@ -72,7 +72,7 @@ class Scene:
 
     async def go_on(self) -> None:
         """The usual traffic; long requests begin and end too."""
-        await self.load.more(100)
+        await self.load.more(40)
         give_back(self.held[:3], succeeded=True)
         del self.held[:3]
         self.held += await self.made[0].take(2)
@@ -255,7 +255,7 @@ async def test_the_server_takes_no_more_connections(own_redis: Space) -> None:
 
 
 async def test_more_managing_calls_than_connections_wait_for_their_turn(own_redis: Space) -> None:
-    calls = 20 * CALLS_AT_ONCE
+    calls = 10 * CALLS_AT_ONCE  # more than the client library has connections
     async with Worker(own_redis.url, own_redis.namespace, "w1") as worker:
         await worker.add_ready(A)
         found = await asyncio.gather(*(worker.registry.move_breaker(A, "close") for _ in range(calls)))

@@ -79,7 +79,7 @@ NOTES = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(notes=NOTES)
 def test_lua_and_python_learn_alike(teacher: Teacher, notes: list[tuple[list[float], int, int]]) -> None:
     teacher.client.delete(teacher.keys.learned, teacher.keys.learning(A))

@@ -1,7 +1,10 @@
-"""A worker's store objects in a process of its own: `python -m tests.store.worker_process URL NAMESPACE NAME LEASE_S`.
+"""Workers' store objects in processes of their own.
 
-Reads one order a line from stdin, answers each with one line of JSON, ends with stdin:
-`take N` counts N requests at once, `give N` gives N back; the answer is what it holds, url -> count.
+    python -m tests.store.worker_process URL NAMESPACE LEASE_S NAME,FD...
+
+One fork for each name, so that the modules are loaded once; FD is its socket. It says its pid, then reads one order a
+line and answers each with one line of JSON: `take N` counts N requests at once, `give N` gives N back; the answer is
+what it holds, url -> count. It ends when the socket does.
 """
 
 from __future__ import annotations
@@ -9,18 +12,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
 
 from app.store.ledger import Ticket
 from tests.store.harness import Worker
 
 
-async def main(url: str, namespace: str, name: str, lease_s: str) -> None:
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+async def main(url: str, namespace: str, lease_s: str, name: str, fd: str) -> None:
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=int(fd)))
     tickets: list[Ticket] = []
     async with Worker(url, namespace, name, lease_s=float(lease_s), seed=os.getpid()) as worker:
-        print("{}", flush=True)
+        writer.write(b"%d\n" % os.getpid())
         while line := (await reader.readline()).decode().split():
             count = int(line[1])
             if line[0] == "take":
@@ -29,8 +32,14 @@ async def main(url: str, namespace: str, name: str, lease_s: str) -> None:
                 for ticket in tickets[:count]:
                     ticket.release(succeeded=False)
                 del tickets[:count]
-            print(json.dumps(worker.ledger.counts), flush=True)
+            writer.write(json.dumps(worker.ledger.counts).encode() + b"\n")
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    common, names = sys.argv[1:4], [word.split(",") for word in sys.argv[4:]]
+    for name in names:
+        if os.fork() == 0:
+            asyncio.run(main(*common, *name))
+            os._exit(0)
+    for _ in names:
+        os.wait()

@@ -12,11 +12,13 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
 import redis
+import redis.utils
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -26,6 +28,8 @@ from tests.support.process import Process
 START_WITHIN_S = 5.0
 CALL_WITHIN_S = 5.0
 AT_ONCE = Retry(NoBackoff(), 0)  # an error is an error: redis-py's default would try for seconds
+# It reads all metadata of its package for its own version, once a connection: milliseconds, and the tests make many.
+redis.utils.get_lib_version = cache(redis.utils.get_lib_version)
 
 
 def server_binary() -> str:

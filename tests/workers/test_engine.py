@@ -23,6 +23,7 @@ from tests.support import load
 from tests.support.engine import SimulatedEngine
 from tests.support.http import request
 from tests.support.process import Process
+from tests.support.template import TEMPLATE
 from tests.support.wait import aeventually, eventually
 from workers.engine.command import add_arguments
 
@@ -586,19 +587,13 @@ def test_it_ends_without_a_shared_loop() -> None:
 
 # --- the command
 
-COMMAND = """
-import argparse, sys
-from workers.engine import command as engine
-parser = argparse.ArgumentParser()
-engine.add_arguments(parser)
-sys.exit(engine.run(parser.parse_args()))
-"""
+COMMAND = [sys.executable, "-m", "app.cli", "engine"]
 
 
 @contextlib.contextmanager
 def command(tmp_path_factory: pytest.TempPathFactory, *flags: str) -> Iterator[tuple[Process, str]]:
     log = tmp_path_factory.mktemp("engine") / "log"
-    process = Process([sys.executable, "-c", COMMAND, *flags], log_file=log)
+    process = Process([*COMMAND, *flags], log_file=log, template=TEMPLATE)
     try:
         said = eventually(lambda: re.search(r"http://\S+(?=\n)", process.log()), within_s=10)
         yield process, said[0]
@@ -729,8 +724,6 @@ def test_command_refuses_a_bad_value(flags: list[str], word: str, capsys: pytest
 
 def test_command_says_when_the_port_is_taken(engine_factory: Factory) -> None:
     taken = engine_factory()
-    ended = subprocess.run(
-        [sys.executable, "-c", COMMAND, "--port", str(taken.port)], capture_output=True, text=True, timeout=20
-    )
+    ended = subprocess.run([*COMMAND, "--port", str(taken.port)], capture_output=True, text=True, timeout=20)
     assert ended.returncode == 1
     assert ended.stderr.startswith("evenhand engine: can't listen on") and ended.stderr.count("\n") == 1

@@ -551,11 +551,13 @@ async def test_the_probe_of_a_removed_node_is_ended(redis: Space) -> None:
         assert one.prober._records == {}
 
 
-async def fleet(space: Space, count: int, state: State | None = None) -> None:
-    """Nodes that are there before the prober is."""
+async def fleet(space: Space, count: int, state: State = State.PENDING) -> None:
+    """Nodes that are there, in this state, before the prober is."""
+    nodes = [Node(f"http://n{i}", models=("m",)) for i in range(count)]
     async with Worker(space.url, space.namespace, "w0") as worker:
-        for i in range(count):
-            await add(worker.registry, f"http://n{i}", state)
+        await worker.registry.add_all([(node, None) for node in nodes])
+    for node in nodes:
+        space.cli("HSET", space.key(f"node:{node.url}"), "state", state.value)
 
 
 async def test_a_fleet_is_probed_64_at_a_time(redis: Space) -> None:
@@ -571,14 +573,14 @@ async def test_a_fleet_is_probed_64_at_a_time(redis: Space) -> None:
 
 async def test_a_fleet_that_times_out_together_goes_down_together(redis: Space) -> None:
     """Every probe asks Redis at the same moment whether its node is busy: none of them may be lost for that."""
-    await fleet(redis, 60, State.READY)
+    await fleet(redis, 40, State.READY)
     engines = Engines()
     engines.hold = asyncio.Event()
-    engines.answers = {f"http://n{i}": timeout() for i in range(60)}
+    engines.answers = {f"http://n{i}": timeout() for i in range(40)}
     # A probe that is lost is repeated after the interval only, far behind the deadline; a slow machine loses none.
     rules = replace(RULES, down_after=1, interval_s=600)
     async with probing(redis, engines=engines, rules=rules, timeout_s=15):
-        await aeventually(lambda: engines.at_once == 60, within_s=10)
+        await aeventually(lambda: engines.at_once == 40, within_s=10)
         engines.hold.set()
         await aeventually(
             lambda: {fields["state"] for fields in registered(redis).values()} == {"down"}, within_s=30, every_s=0.1
