@@ -55,9 +55,9 @@ def test_r18_r19_answers_that_refuse_a_request_change_no_node(stage: Stage) -> N
     for status in (400, 401, 404, 413, 422, 429, 500):
         for engine in engines:
             engine.set(status=status)
-        bad = stage.many(50, concurrency=25, prompt="poison").result(10)
+        bad = stage.many(12, prompt="poison").result(10)
         assert {(answer.status, answer.body) for answer in bad} == {(status, body)}
-        good = stage.many(50, concurrency=25).result(10)
+        good = stage.many(12).result(10)
         assert all(answer.ok for answer in good)
         assert {states(stage)[engine.url] for engine in engines} == {"ready"}
 

@@ -19,7 +19,7 @@ from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
 
 WORKERS = 4
-REQUESTS = 1000
+REQUESTS = 300
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -24,6 +24,7 @@ together = Together(
         "nodes": [NOBODY],
     },
     env={"LMDEPLOY_CONTROLLER_HEART_BEAT_EXPIRATION": str(int(EXPIRATION_S))},
+    own_python=False,  # nothing reads it but the settings
 )
 running = together.fixture()
 

@@ -102,15 +102,13 @@ def test_r87_removed_node_is_gone_for_every_worker_within_a_second(stage: Stage)
     here, there = stage.masters
     here.post("/nodes/remove", {"url": removed.url})
     eventually(lambda: other_model not in models_of(there) + models_of(here), within_s=1)
-    pause_until = time.monotonic() + 1
-    while time.monotonic() < pause_until:  # the second that the others have is theirs
-        here.get("/health")
+    time.sleep(1)  # the second that the others have is theirs
     removed.forget()
-    for deployment in stage.masters * 50:
+    for deployment in stage.masters * 20:
         assert other_model not in models_of(deployment)
         assert removed.url not in deployment.nodes()
-    assert all(answer.ok for answer in stage.many(100, concurrency=10).result(10))
-    assert (len(kept.requests), removed.requests) == (100, [])
+    assert all(answer.ok for answer in stage.many(50, concurrency=10).result(10))
+    assert (len(kept.requests), removed.requests) == (50, [])
 
 
 @beside
@@ -121,7 +119,7 @@ def test_r87_added_node_is_there_for_every_worker_within_a_second(stage: Stage) 
     eventually(lambda: stage.model in models_of(there), within_s=1)
     assert there.nodes()[engine.url]["models"] == [stage.model]
     eventually(lambda: time.monotonic() - added_s > 1, within_s=2)
-    for deployment in (here, there) * 50:
+    for deployment in (here, there) * 20:
         assert stage.model in models_of(deployment)
         assert engine.url in deployment.nodes()
 
@@ -157,12 +155,12 @@ def test_second_registration_of_a_node_through_another_host_updates_it(stage: St
 # --- draining
 
 
-LONG = 80  # chunks, 0.1 s each: what the tests below do meanwhile takes a second, on a busy machine a few
+LONG = 32  # chunks, 0.25 s each: what the tests below do meanwhile takes a second, on a busy machine a few
 
 
 @beside
 def test_r32_drain_finishes_what_runs_and_takes_nothing_new(stage: Stage) -> None:
-    leaving, staying = stage.engines(2, gap_s=0.1, chunks=LONG)
+    leaving, staying = stage.engines(2, gap_s=0.25, chunks=LONG)
     here, there = stage.masters
     here.post("/nodes/remove", {"url": staying.url})
     streams = start(load.many(here.url, 10, model=stage.model, stream=True))
@@ -183,7 +181,7 @@ def test_r32_drain_finishes_what_runs_and_takes_nothing_new(stage: Stage) -> Non
 
 @beside
 def test_r32_drained_node_leaves_at_the_deadline_at_the_latest(stage: Stage) -> None:
-    engine = stage.engine(gap_s=0.1, chunks=LONG)
+    engine = stage.engine(gap_s=0.25, chunks=LONG)
     streams = stage.many(5, stream=True)
     eventually(lambda: stage.counts(engine) == (5,))
     asked_s = time.monotonic()
@@ -196,7 +194,7 @@ def test_r32_drained_node_leaves_at_the_deadline_at_the_latest(stage: Stage) -> 
 
 @beside
 def test_r32_immediate_removal_stays_possible_and_cuts_nothing(stage: Stage) -> None:
-    engine = stage.engine(gap_s=0.1, chunks=LONG)
+    engine = stage.engine(gap_s=0.25, chunks=LONG)
     streams = stage.many(5, stream=True)
     eventually(lambda: stage.counts(engine) == (5,))
     reply = stage.masters[1].post("/nodes/remove", {"url": engine.url})
@@ -208,7 +206,7 @@ def test_r32_immediate_removal_stays_possible_and_cuts_nothing(stage: Stage) -> 
 
 @beside
 def test_r32_node_that_comes_back_right_after_its_removal_has_the_right_count(stage: Stage) -> None:
-    engine = stage.engine(gap_s=0.1, chunks=LONG)
+    engine = stage.engine(gap_s=0.25, chunks=LONG)
     streams = stage.many(5, stream=True)
     eventually(lambda: stage.counts(engine) == (5,))
     stage.deployment.post("/nodes/remove", {"url": engine.url})
@@ -228,7 +226,7 @@ def test_r20_engine_that_never_answers_slows_no_request_to_another(stage: Stage)
     stage.engine(models=(fine_model,))
     waiting = stage.many(50)
     eventually(lambda: stage.counts(hung) == (50,))
-    quick = start(load.many(stage.urls, 200, model=fine_model, concurrency=50)).result(30)
+    quick = start(load.many(stage.urls, 120, model=fine_model, concurrency=40)).result(30)
     answers = waiting.result(30)
     assert all(answer.ok for answer in quick)
     assert {answer.status for answer in answers} == {504}
@@ -236,10 +234,10 @@ def test_r20_engine_that_never_answers_slows_no_request_to_another(stage: Stage)
     assert min(took) >= FIRST_BYTE_S
     assert max(took) < FIRST_BYTE_S + 3
     # One that waited for one of those that hang would take about as long as they do. On a busy machine the last
-    # of 200 may come after the first has given up; a quarter of them beside all 50 is enough to tell.
+    # of 120 may come after the first has given up; a third of them beside all 50 is enough to tell.
     given_up_s = min(answer.finished_s for answer in answers if answer.finished_s)
     beside_them = [answer for answer in quick if answer.finished_s and answer.finished_s < given_up_s]
-    assert len(beside_them) >= 50
+    assert len(beside_them) >= 40
     assert max(answer.finished_s - answer.started_s for answer in quick if answer.finished_s) < FIRST_BYTE_S / 2
 
 
