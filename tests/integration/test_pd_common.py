@@ -7,6 +7,7 @@ what is not in its protocol. What one protocol has for itself is in the files na
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.stage import PD_FIRST_BYTE_S, PD_SETTINGS, Fleet, start
+from tests.integration.stage import PD_FIRST_BYTE_S, PD_SETTINGS, Fleet, each_once_and_all_wide, start
 from tests.support import load
 from tests.support.collector import TRACEPARENT
 from tests.support.engine import SimulatedEngine
@@ -61,8 +62,7 @@ OF_BOTH: dict[str, Any] = {"min_tokens": 2, "n": 2, "stop": ["x"], "temperature"
 KEPT = {CHAT: {"model", "messages", "tools"}, COMPLETIONS: {"model", "prompt"}}  # the prompt must be the same
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(("path", "stream"), each_once_and_all_wide([CHAT, COMPLETIONS]))
 def test_r66_prefill_makes_one_token_and_decode_gets_the_clients_values(
     floor: PdFloor, path: str, stream: bool
 ) -> None:
@@ -132,9 +132,24 @@ TOLD = {
 ODD_TEXT = '{"usage":{"prompt_tokens":99,"completion_tokens":1}}\ndata: 漢字 🦀 '
 
 
-@pytest.mark.parametrize("fragments", FRAGMENTS)
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("stream", [False, True])
+# `make test` has each kind of fragments with NIXL, and each protocol with a stream byte by byte and a whole answer.
+BRIEF = {
+    *(("nixl", CHAT, True, fragments) for fragments in FRAGMENTS),
+    *((protocol, CHAT, True, "bytes") for protocol in PROTOCOLS),
+    *((protocol, COMPLETIONS, False, "whole") for protocol in PROTOCOLS),
+    ("nixl", CHAT, False, "long"),
+    ("nixl", COMPLETIONS, True, "sevens"),
+}
+
+
+@pytest.mark.parametrize(
+    ("floor", "path", "stream", "fragments"),
+    [
+        pytest.param(*case, marks=() if case in BRIEF else pytest.mark.wide)
+        for case in itertools.product(PROTOCOLS, (CHAT, COMPLETIONS), (False, True), FRAGMENTS)
+    ],
+    indirect=["floor"],
+)
 def test_r44_usage_is_of_both_legs_and_every_other_byte_is_decodes(
     floor: PdFloor, path: str, stream: bool, fragments: str
 ) -> None:
@@ -270,22 +285,16 @@ def test_r65_a_clients_internal_fields_are_refused_and_their_nulls_taken_out(flo
     assert again.ok, "an engine that gets the header refuses it"
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "named"),
-    [
+def test_r72_what_decode_can_not_tell_of_the_prompt_is_refused(floor: PdFloor) -> None:
+    p, d = floor.pair()
+    for path, fields, named in (
         (COMPLETIONS, {"echo": True}, "echo"),
         (COMPLETIONS, {"prompt_logprobs": 1}, "prompt_logprobs"),
         (CHAT, {"prompt_logprobs": 0}, "prompt_logprobs"),
         (CHAT, {"echo": True}, "echo"),
-    ],
-)
-def test_r72_what_decode_can_not_tell_of_the_prompt_is_refused(
-    floor: PdFloor, path: str, fields: dict[str, Any], named: str
-) -> None:
-    p, d = floor.pair()
-    answer = floor.chat(path=path, **fields)
-    assert answer.status == 400
-    assert answer.json()["error"]["param"] == named
+    ):
+        answer = floor.chat(path=path, **fields)
+        assert (answer.status, answer.json()["error"]["param"]) == (400, named), path
     assert not p.requests and not d.requests
 
 

@@ -134,9 +134,9 @@ def test_r34_flushall_under_load_is_healed_within_two_seconds(stage: Stage) -> N
 @pytest.mark.parametrize(
     "lost",
     [
-        ["SREM nodes <url>"],
+        pytest.param(["SREM nodes <url>"], marks=pytest.mark.wide),
         ["DEL node:<url>", "HDEL unfinished <url>"],
-        ["DEL unfinished", "DEL workers", "DEL sessions"],
+        pytest.param(["DEL unfinished", "DEL workers", "DEL sessions"], marks=pytest.mark.wide),
         ["DEL version", "DEL nodes", "DEL unfinished:<worker>"],
     ],
     ids=" and ".join,
@@ -158,21 +158,20 @@ def test_r34_half_of_the_keys_lost_is_healed_within_two_seconds(stage: Stage, lo
         assert stage.many(1, max_tokens=1).result(5)[0].ok
 
 
-BRIEF = ("RPUSH version a", "SET unfinished x")  # the others in the long run, and one by one in store/test_healing.py
-
-
 @pytest.mark.parametrize(
     "written",
     [
-        pytest.param(commands, id=" and ".join(commands), marks=() if commands[0] in BRIEF else pytest.mark.long)
-        for commands in (
-            ["RPUSH version a", "SET nodes x", "SET engine_keys x"],
-            ["SET workers x", "SET sessions x"],
-            ["SET unfinished x", "SET unfinished:<worker> x", "SET explored x"],
+        # Beside these, they are written over one by one in store/test_healing.py.
+        ["SET unfinished x", "SET unfinished:<worker> x", "SET explored x"],
+        pytest.param(["RPUSH version a", "SET nodes x", "SET engine_keys x"], marks=pytest.mark.wide),
+        pytest.param(["SET workers x", "SET sessions x"], marks=pytest.mark.long),
+        pytest.param(
             ["SET node:<url> x", "SET latency:<url> x", "SET latency_mean x", "SET last_success x"],
-            ["SET prober nobody", "RPUSH encoder_cursor a", "RPUSH encoder_credit a"],
-        )
+            marks=pytest.mark.long,
+        ),
+        pytest.param(["SET prober nobody", "RPUSH encoder_cursor a", "RPUSH encoder_credit a"], marks=pytest.mark.long),
     ],
+    ids=" and ".join,
 )
 @pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.long), True], ids=["idle", "busy"])
 def test_r34_keys_of_another_type_are_healed_and_counts_within_two_seconds(
@@ -459,7 +458,7 @@ def test_r96_management_calls_succeed_right_after_all_connections_were_reset(
     # because a connection that idled in some pool is dead.
     stage = roadside_stage
     engine = stage.engine()
-    for _ in range(3):
+    for _ in range(2):
         for _ in range(10):
             assert stage.deployment.nodes()  # every worker has used its connection
         road.cut()

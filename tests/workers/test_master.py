@@ -108,7 +108,10 @@ def test_what_cannot_be_loaded_is_refused_and_the_old_workers_stay(start: Start,
     breaks = {
         "our code": (ours, "def ("),
         "what a worker loads": (small_app, "raise RuntimeError('bad')"),
-        "a setting that cannot be read": (ours, "import os\n__version__ = '7.7.7'\nos.environ['EVENHAND_WORKERS'] = 'many'"),
+        "a setting that cannot be read": (
+            ours,
+            "import os\n__version__ = '7.7.7'\nos.environ['EVENHAND_WORKERS'] = 'many'",
+        ),
     }
     for refused, (broken, (path, text)) in enumerate(breaks.items(), 1):
         right = path.read_text()
