@@ -140,6 +140,7 @@ def test_r33_embedded_redis_is_private_and_the_registry_survives_restart_and_kil
     assert deployment.left_behind == []
 
 
+@pytest.mark.wide  # two real starts; tests/workers/test_embedded_redis.py has a second user in the small
 @beside
 def test_second_serve_on_a_state_directory_joins_the_redis_which_outlives_the_first(bench: Bench) -> None:
     engine = bench.engine()

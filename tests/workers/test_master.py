@@ -133,7 +133,7 @@ def test_what_cannot_be_loaded_is_refused_and_the_old_workers_stay(start: Start,
     gunicorn.process.send(signal.SIGHUP)
     eventually(lambda: len(set(gunicorn.workers()) - set(old)) == WORKERS)
     eventually(lambda: versions(gunicorn, connect) == {"7.7.8"}, within_s=5)
-    gunicorn.stop()
+    assert gunicorn.process.stop() == 0
 
 
 def test_workers_that_drain_are_none_of_those_that_serve(start: Start, connect: Connect) -> None:
