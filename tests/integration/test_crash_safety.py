@@ -108,6 +108,7 @@ def test_worker_frozen_for_longer_than_its_lease_counts_again_when_it_is_back(st
         assert stage.share(stage.id_of(sleeper), engine) == 10
         assert all(stream.read().endswith(b"data: [DONE]\n\n") for stream in streams)
         eventually(lambda: stage.counts(engine) == (0,))
+        engine.set(chunks=10)
         again = [lane.stream(stage.model) for lane in lane_list]
         assert stage.counts(engine) == (10,) and stage.share(stage.id_of(sleeper), engine) == 10, "it goes on as before"
         assert all(stream.read().endswith(b"data: [DONE]\n\n") for stream in again)

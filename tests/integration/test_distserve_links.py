@@ -22,7 +22,7 @@ from tests.support.pd import Fabric, Floor, PdEngine, floor_on, openai_error
 from tests.support.redis import PrivateRedis, Space
 from tests.support.wait import eventually
 
-LINK_TIMEOUT_S = 4.0
+LINK_TIMEOUT_S = 2.5
 DISTSERVE = {"serving_strategy": "DistServe", "probe_interval_s": 1}
 BY_ROLE = pytest.mark.parametrize("role", [Role.Prefill, pytest.param(Role.Decode, marks=pytest.mark.wide)])
 

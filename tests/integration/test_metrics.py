@@ -18,7 +18,7 @@ from tests.support.metrics import Samples, samples, total, value
 from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
 
-WORKERS = 4
+WORKERS = 3
 REQUESTS = 300
 
 pytestmark = pytest.mark.timeout(120)

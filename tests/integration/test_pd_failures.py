@@ -56,6 +56,9 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.parametrize(
+    "floor", ["nixl", "mooncake", pytest.param("sglang", marks=pytest.mark.wide)], indirect=True
+)  # Mooncake's and SGLang's legs run at once
 @pytest.mark.parametrize(("fault", "stream"), each_once_and_all_wide(FAULTS))
 def test_r60_a_prefill_that_fails_is_told_at_once_and_decode_is_not_left_waiting(
     floor: PdFloor, fault: str, stream: bool
