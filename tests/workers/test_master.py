@@ -74,7 +74,7 @@ class Watch:
                 self.longest_s = max(self.longest_s, time.monotonic() - begun_s)
             except Exception as e:
                 self.lost.append(e)
-            time.sleep(0.01)
+            time.sleep(0.03)
 
 
 def test_r54_a_reload_loads_new_code_worker_by_worker(start: Start, connect: Connect, code: Path) -> None:
