@@ -114,7 +114,9 @@ def test_the_table_of_links_is_the_same_everywhere(floor: Floor) -> None:
 # --- set-up that fails
 
 
-@pytest.mark.parametrize("call", ["engine_info", "p2p_initialize", "p2p_connect"])
+@pytest.mark.parametrize(
+    "call", [*(pytest.param(one, marks=pytest.mark.wide) for one in ("engine_info", "p2p_initialize")), "p2p_connect"]
+)
 def test_a_link_is_tried_again(floor: Floor, call: Any) -> None:
     prefill, decode = floor.pair()
     prefill.fault(call, status=503, times=1)
@@ -158,7 +160,7 @@ def test_an_engine_that_never_answers_holds_nobody_longer_than_the_limit(floor: 
     assert not decode.legs
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.wide), True])
 def test_another_tp_size_is_refused_with_the_reason(floor: Floor, stream: bool) -> None:
     prefill, decode = floor.prefill(tp_size=4), floor.decode(tp_size=8)
     begun_s = time.monotonic()
@@ -345,7 +347,7 @@ def test_a_number_that_a_restarted_prefill_gave_again_is_not_freed_for_the_reque
     assert sorted(prefill.freed) == [1, 2]
 
 
-@pytest.mark.parametrize("role", [Role.Prefill, Role.Decode])
+@BY_ROLE
 def test_a_node_that_is_taken_out_while_decode_fetches_costs_nobody_a_cache(floor: Floor, role: Role) -> None:
     prefill, decode = floor.linked_pair()
     decode.set(ttft_s=2.0)

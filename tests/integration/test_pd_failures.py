@@ -28,7 +28,8 @@ def fleets(fleet_of: Callable[..., Fleet]) -> dict[Protocol, Fleet]:
     return {one: fleet_of(workers=2, settings=PD_SETTINGS | {"pd_protocol": one}) for one in PROTOCOLS}
 
 
-@pytest.fixture(params=PROTOCOLS)
+# Mooncake's and SGLang's legs run at once and fail alike: of SGLang most is wide.
+@pytest.fixture(params=["nixl", "mooncake", pytest.param("sglang", marks=pytest.mark.wide)])
 def floor(request: pytest.FixtureRequest, fleets: dict[Protocol, Fleet], engine_loop: LoopThread) -> Iterator[PdFloor]:
     with pd_floor(*fleets[request.param].get(), engine_loop, request.param) as one:
         yield one
@@ -56,9 +57,6 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "floor", ["nixl", "mooncake", pytest.param("sglang", marks=pytest.mark.wide)], indirect=True
-)  # Mooncake's and SGLang's legs run at once
 @pytest.mark.parametrize(("fault", "stream"), each_once_and_all_wide(FAULTS))
 def test_r60_a_prefill_that_fails_is_told_at_once_and_decode_is_not_left_waiting(
     floor: PdFloor, fault: str, stream: bool
@@ -183,6 +181,7 @@ def test_r62_a_client_that_leaves_ends_both_legs_within_a_second(floor: PdFloor,
     floor.quiet(within_s=1)
 
 
+@pytest.mark.parametrize("floor", PROTOCOLS, indirect=True)
 def test_r08_a_worker_that_dies_gives_both_legs_back(floor: PdFloor) -> None:
     p, d = floor.pair(prefill={"ttft_s": 30})
     clients = [Leaving(floor) for _ in range(6)]

@@ -101,7 +101,7 @@ def test_r87_removed_node_is_gone_for_every_worker_within_a_second(stage: Stage)
     removed = stage.engine(models=(stage.model, other_model))
     here, there = stage.masters
     here.post("/nodes/remove", {"url": removed.url})
-    eventually(lambda: other_model not in models_of(there) + models_of(here), within_s=1)
+    eventually(lambda: other_model not in models_of(there) + models_of(here), within_s=1, every_s=0.1)
     time.sleep(1)  # the second that the others have is theirs
     removed.forget()
     for deployment in stage.masters * 20:
@@ -116,7 +116,7 @@ def test_r87_added_node_is_there_for_every_worker_within_a_second(stage: Stage) 
     here, there = stage.masters
     engine = stage.engine(ready=False)
     added_s = time.monotonic()
-    eventually(lambda: stage.model in models_of(there), within_s=1)
+    eventually(lambda: stage.model in models_of(there), within_s=1, every_s=0.1)
     assert there.nodes()[engine.url]["models"] == [stage.model]
     eventually(lambda: time.monotonic() - added_s > 1, within_s=2)
     for deployment in (here, there) * 20:
@@ -129,7 +129,7 @@ def test_r87_changed_speed_counts_for_every_worker_within_a_second(stage: Stage)
     here, there = stage.masters
     first, second = stage.engines(2, speeds=[1, 1], ttft_s=1)
     here.add(first, speed=3)
-    eventually(lambda: there.nodes()[first.url]["speed"] == 3, within_s=1)
+    eventually(lambda: there.nodes()[first.url]["speed"] == 3, within_s=1, every_s=0.1)
     for deployment in (here, there) * 20:
         assert deployment.nodes()[first.url]["speed"] == 3
     burst = start(load.many(there.url, 80, model=stage.model))
@@ -176,7 +176,7 @@ def test_r32_drain_finishes_what_runs_and_takes_nothing_new(stage: Stage) -> Non
     assert served([leaving, staying]) == [10, 30]
     assert all(answer.done for answer in streams.result(30))
     for deployment in stage.masters:
-        eventually(lambda d=deployment: leaving.url not in d.nodes("?all=1"), within_s=5)  # type: ignore[misc]
+        eventually(lambda d=deployment: leaving.url not in d.nodes("?all=1"), within_s=5, every_s=0.1)  # type: ignore[misc]
 
 
 @beside
@@ -186,7 +186,7 @@ def test_r32_drained_node_leaves_at_the_deadline_at_the_latest(stage: Stage) -> 
     eventually(lambda: stage.counts(engine) == (5,))
     asked_s = time.monotonic()
     assert stage.masters[1].post(f"/nodes/remove?drain=true&timeout_s=1&node_url={engine.url}").status == 200
-    eventually(lambda: engine.url not in stage.deployment.nodes("?all=1"), within_s=5)
+    eventually(lambda: engine.url not in stage.deployment.nodes("?all=1"), within_s=5, every_s=0.1)
     assert time.monotonic() - asked_s > 0.9
     assert not streams.done(), "the node must have left before its streams ended"
     streams.result(30)
@@ -199,7 +199,7 @@ def test_r32_immediate_removal_stays_possible_and_cuts_nothing(stage: Stage) -> 
     eventually(lambda: stage.counts(engine) == (5,))
     reply = stage.masters[1].post("/nodes/remove", {"url": engine.url})
     assert (reply.status, reply.json()) == (200, "Deleted successfully")
-    eventually(lambda: engine.url not in stage.deployment.nodes("?all=1"), within_s=3)
+    eventually(lambda: engine.url not in stage.deployment.nodes("?all=1"), within_s=3, every_s=0.1)
     assert stage.many(1).result(10)[0].status in (404, 503)
     assert all(answer.done for answer in streams.result(30))
 
@@ -211,7 +211,7 @@ def test_r32_node_that_comes_back_right_after_its_removal_has_the_right_count(st
     eventually(lambda: stage.counts(engine) == (5,))
     stage.deployment.post("/nodes/remove", {"url": engine.url})
     stage.deployment.add(engine)
-    eventually(lambda: stage.deployment.unfinished()[engine.url] == 5 == engine.in_flight, within_s=4)
+    eventually(lambda: stage.deployment.unfinished()[engine.url] == 5 == engine.in_flight, within_s=4, every_s=0.1)
     assert all(answer.done for answer in streams.result(30))
     eventually(lambda: stage.deployment.unfinished()[engine.url] == 0)
 
