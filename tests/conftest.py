@@ -73,7 +73,7 @@ SHARING = [
     ["test_request_shapes.py", "test_pipelining.py"],
     ["test_breaker_trials.py", "test_breaker.py"],
     ["test_two_masters.py", "test_epd_fanout.py", "test_drain_streams.py", "test_watch.py"],
-    ["test_pd_common.py", "test_pd_mooncake.py", "test_pd_nixl.py", "test_pd_sglang.py"],
+    ["test_pd_common.py", "test_pd_failures.py", "test_pd_mooncake.py", "test_pd_nixl.py", "test_pd_sglang.py"],
 ]
 GROUPS = {f"tests/integration/{file}": f"{files[0]} and those it shares with" for files in SHARING for file in files}
 BROWSER = "tests/browser/"  # all files there share one, so one job runs them

@@ -17,7 +17,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -34,6 +34,7 @@ from tests.support.loop import LoopThread
 from tests.support.process import Process
 from tests.support.quiet import quiet_check
 from tests.support.redis import PrivateRedis, Space
+from tests.support.template import Template
 from tests.support.wait import eventually
 
 T = TypeVar("T")
@@ -43,13 +44,13 @@ EngineFactory = Callable[..., SimulatedEngine]
 PROBE_INTERVAL_S, LEASE_S = 1.0, 2.0
 FIRST_BYTE_S = 6.0
 # Prefill and decode on vLLM or SGLang, beside the protocol between them.
-PD_CONNECT_S, PD_FIRST_BYTE_S = 1.0, 1.5
+PD_CONNECT_S, PD_PREFILL_S, PD_FIRST_BYTE_S = 1.0, 4.0, 1.5
 PD_SETTINGS: dict[str, Any] = {
     "serving_strategy": "DistServe",
     "probe_interval_s": 1,
     "lease_s": 2,
     "connect_timeout_s": PD_CONNECT_S,
-    "prefill_timeout_s": 10,
+    "prefill_timeout_s": PD_PREFILL_S,
     "first_byte_timeout_s": PD_FIRST_BYTE_S,
 }
 # Two hosts, with times that a test can wait for.
@@ -248,8 +249,11 @@ class Bench:
         self._deployments.append(Deployment(workers, **({"redis": self.space} | options)))
         return self._deployments[-1]
 
-    def process(self, name: str, words: Sequence[str], env: Mapping[str, str]) -> Process:
-        self._processes.append(Process(words, log_file=self.directory / name, env=env, cwd=ROOT))
+    def process(
+        self, name: str, words: Sequence[str], env: Mapping[str, str], *, template: Template | None = None
+    ) -> Process:
+        made = Process(words, log_file=self.directory / name, env=env, cwd=ROOT, template=template)
+        self._processes.append(made)
         return self._processes[-1]
 
     def end(self) -> None:
@@ -269,6 +273,15 @@ class Bench:
             process.kill()
         self.space.clear()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def each_once_and_all_wide(cases: Iterable[object], variants: Sequence[object] = (False, True)) -> list[Any]:
+    """(case, variant) for `parametrize`: each case in one of the variants, in turn; in the others it is wide."""
+    return [
+        pytest.param(case, variant, marks=() if i % len(variants) == j else pytest.mark.wide)
+        for i, case in enumerate(cases)
+        for j, variant in enumerate(variants)
+    ]
 
 
 P = TypeVar("P", Stage, Bench)

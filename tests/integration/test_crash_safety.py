@@ -56,6 +56,7 @@ def test_r08_counts_of_a_killed_worker_are_given_back_and_no_others(stage: Stage
             seen.append(stage.counts(engine)[0])
             assert [stage.share(worker, engine) for worker in other_ids] == [5, 5, 5]
             assert time.monotonic() - killed_s < 10, seen[-1]
+            time.sleep(0.001)
         assert set(seen) <= {45, 15}, "it is given back in one step"
     assert victim_id not in stage.worker_ids()
     assert f"unfinished:{victim_id}" not in stage.space.key_names()
@@ -84,6 +85,7 @@ def test_r08_counts_of_a_lost_host_end_with_its_lease(bench: Bench) -> None:
     while not seen or seen[-1] != 10:
         seen.append(int(bench.space.cli("HGET", total, engine.url)))
         assert time.monotonic() - killed_s < LEASE_S + 3, seen[-1]
+        time.sleep(0.002)
     assert set(seen) == {30, 10}, "nobody else's counts may change, not for a moment"
     assert time.monotonic() - killed_s > LEASE_S - 1.5, "a lease that was renewed a second ago has not ended yet"
     eventually(lambda: bench.space.cli("ZCARD", bench.space.key("workers")) == 1)
@@ -106,6 +108,7 @@ def test_worker_frozen_for_longer_than_its_lease_counts_again_when_it_is_back(st
         assert stage.share(stage.id_of(sleeper), engine) == 10
         assert all(stream.read().endswith(b"data: [DONE]\n\n") for stream in streams)
         eventually(lambda: stage.counts(engine) == (0,))
+        engine.set(chunks=10)
         again = [lane.stream(stage.model) for lane in lane_list]
         assert stage.counts(engine) == (10,) and stage.share(stage.id_of(sleeper), engine) == 10, "it goes on as before"
         assert all(stream.read().endswith(b"data: [DONE]\n\n") for stream in again)
@@ -115,7 +118,7 @@ def test_worker_frozen_for_longer_than_its_lease_counts_again_when_it_is_back(st
 
 def test_workers_killed_in_turn_under_load_leave_nothing_counted(stage: Stage) -> None:
     engines = stage.engines(2, gap_s=0.02, chunks=10)
-    with stage.traffic(every_s=0.02, stream=True) as traffic:
+    with stage.traffic(every_s=0.03, stream=True) as traffic:
         for pid in stage.deployment.worker_pids()[:2]:
             worker = stage.id_of(pid)
             os.kill(pid, signal.SIGKILL)
@@ -133,10 +136,10 @@ def test_workers_killed_in_turn_under_load_leave_nothing_counted(stage: Stage) -
 def test_r03_clients_that_leave_at_any_moment_leave_no_count_behind(stage: Stage) -> None:
     first, second = stage.engines(2, ttft_s=30)
     chance = random.Random(3)
-    moments = [chance.uniform(0, 0.3) for _ in range(500)]
-    answers = stage.many(500, concurrency=40, each=lambda i: {"leave_after_s": moments[i]}).result(30)
+    moments = [chance.uniform(0, 0.3) for _ in range(250)]
+    answers = stage.many(250, concurrency=40, each=lambda i: {"leave_after_s": moments[i]}).result(30)
     assert all(answer.left for answer in answers)
-    assert sum(served([first, second])) > 50, "many must have reached an engine"
+    assert sum(served([first, second])) > 25, "many must have reached an engine"
     quiet_check(stage.space, engines=[first, second])
     # An engine that was restarted draws no more than its half.
     second.crash()
@@ -152,10 +155,10 @@ def test_r03_clients_that_leave_at_any_moment_leave_no_count_behind(stage: Stage
 def test_r03_clients_that_leave_in_mid_stream_leave_no_count_behind(stage: Stage) -> None:
     engine = stage.engine(gap_s=0.02, chunks=100)
     chance = random.Random(4)
-    after = [chance.randint(1, 20) for _ in range(200)]
-    leaving = stage.many(200, concurrency=50, stream=True, each=lambda i: {"leave_after_chunks": after[i]})
+    after = [chance.randint(1, 20) for _ in range(100)]
+    leaving = stage.many(100, concurrency=50, stream=True, each=lambda i: {"leave_after_chunks": after[i]})
     assert all(answer.left for answer in leaving.result(30))
-    eventually(lambda: len(engine.aborts) == 200, within_s=1)
+    eventually(lambda: len(engine.aborts) == 100, within_s=1)
     quiet_check(stage.space, engines=[engine])
 
 

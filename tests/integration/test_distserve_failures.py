@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from app.nodes import Role
-from tests.integration.stage import Fleet, start
+from tests.integration.stage import Fleet, each_once_and_all_wide, start
 from tests.support import load
 from tests.support.loop import LoopThread
 from tests.support.pd import Floor, floor_on, openai_error
@@ -23,7 +23,7 @@ from tests.support.wait import eventually
 PREFILL_TIMEOUT_S = 2.5
 FIRST_BYTE_S = 1.0
 DISTSERVE = {"serving_strategy": "DistServe", "probe_interval_s": 1, "connect_timeout_s": 1}
-STREAM = pytest.mark.parametrize("stream", [False, True])
+MOSTLY_STREAM = pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.wide), True])
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,7 @@ FAILURES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 }
 
 
-@STREAM
-@pytest.mark.parametrize("kind", FAILURES)
+@pytest.mark.parametrize(("kind", "stream"), each_once_and_all_wide(FAILURES))
 def test_r60_prefill_that_fails_is_told_at_once_and_decode_gets_nothing(floor: Floor, kind: str, stream: bool) -> None:
     prefill, decode = floor.linked_pair()
     knobs, statuses = FAILURES[kind]
@@ -84,7 +83,7 @@ def test_r60_prefill_that_fails_is_told_at_once_and_decode_gets_nothing(floor: F
     assert not floor.migrations()
 
 
-@STREAM
+@MOSTLY_STREAM
 def test_r60_prefill_that_exceeds_its_timeout_is_told_at_once(strict: Floor, stream: bool) -> None:
     prefill, decode = strict.linked_pair(abort_frees=True)
     prefill.set(ttft_s=30)
@@ -95,7 +94,7 @@ def test_r60_prefill_that_exceeds_its_timeout_is_told_at_once(strict: Floor, str
     assert not decode.legs
 
 
-@STREAM
+@MOSTLY_STREAM
 def test_r60_prefill_that_refuses_is_replaced_by_another(floor: Floor, stream: bool) -> None:
     prefills, _ = floor.engines(Role.Prefill, 2), floor.decode()
     prefills[0].crash()
@@ -118,8 +117,7 @@ def test_r60_prefill_that_refuses_alone_is_an_error_at_once(floor: Floor) -> Non
 # --- decode fails
 
 
-@STREAM
-@pytest.mark.parametrize("status", [400, 422, 500, 503])
+@pytest.mark.parametrize(("status", "stream"), each_once_and_all_wide([400, 422, 500, 503]))
 def test_r62_decode_that_rejects_is_told_and_prefills_session_is_freed(floor: Floor, status: int, stream: bool) -> None:
     prefill, decode = floor.linked_pair()
     decode.set(status=status)
@@ -129,7 +127,7 @@ def test_r62_decode_that_rejects_is_told_and_prefills_session_is_freed(floor: Fl
     assert len(decode.legs) >= 1
 
 
-@STREAM
+@MOSTLY_STREAM
 def test_r62_decode_that_breaks_before_its_first_token_has_its_session_freed(floor: Floor, stream: bool) -> None:
     prefill, decode = floor.linked_pair()
     decode.set(cut_after=-1)
@@ -148,7 +146,7 @@ def test_a_stream_that_breaks_after_its_first_token_has_nothing_to_free(floor: F
     assert (prefill.freed, floor.fabric.late_frees, len(prefill.legs)) == ([], [], 1)
 
 
-@STREAM
+@MOSTLY_STREAM
 def test_r61_decode_that_refuses_after_prefill_is_replaced_with_the_same_hand_over(floor: Floor, stream: bool) -> None:
     prefill, decodes = floor.prefill(ttft_s=0.5), floor.engines(Role.Decode, 2)
     assert floor.deployment.post("/distserve/connection_warmup", {}).json()["SUCCESS"]
@@ -166,7 +164,7 @@ def test_r61_decode_that_refuses_after_prefill_is_replaced_with_the_same_hand_ov
     assert prefill.freed == []
 
 
-@STREAM
+@MOSTLY_STREAM
 def test_r61_decode_that_refuses_alone_is_an_error_and_the_session_is_freed(floor: Floor, stream: bool) -> None:
     prefill, decode = floor.linked_pair()
     prefill.set(ttft_s=0.5)
@@ -234,7 +232,7 @@ def test_missing_hand_over_fields_are_an_error_where_asked_for(strict: Floor) ->
 # --- a role is missing
 
 
-@STREAM
+@MOSTLY_STREAM
 def test_r68_no_prefill_is_a_503_that_names_the_role(floor: Floor, stream: bool) -> None:
     decode = floor.decode()
     answer = floor.chat(stream=stream)

@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from tests.integration.serving import TIGHT, SharedDeployment, connected, on_every_worker, read_reply
+from tests.integration.stage import each_once_and_all_wide
 from tests.support.deployment import Deployment
 from tests.support.engine import SimulatedEngine
 from tests.support.http import request
@@ -146,7 +147,7 @@ def reset_peak(pid: int) -> None:
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
-@pytest.mark.parametrize("order", ["model first", "model last"])
+@pytest.mark.parametrize("order", [pytest.param("model first", marks=pytest.mark.wide), "model last"])
 def test_100_mb_pass_through_a_worker_that_does_not_grow(roomy: Any, order: str) -> None:
     deployment, engine = roomy
     (pid,) = deployment.worker_pids()
@@ -266,8 +267,7 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("how", ["fin", "rst"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "how"), each_once_and_all_wide(STAGES, ["fin", "rst"]))
 def test_a_client_that_leaves_in_mid_upload_leaves_nothing(roomy: Any, stage: str, how: str) -> None:
     deployment, engine = roomy
     with connected(deployment.url) as s:

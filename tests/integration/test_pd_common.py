@@ -7,6 +7,7 @@ what is not in its protocol. What one protocol has for itself is in the files na
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.stage import PD_FIRST_BYTE_S, PD_SETTINGS, Fleet, start
+from tests.integration.stage import PD_FIRST_BYTE_S, PD_SETTINGS, Fleet, each_once_and_all_wide, start
 from tests.support import load
 from tests.support.collector import TRACEPARENT
 from tests.support.engine import SimulatedEngine
@@ -24,6 +25,12 @@ from tests.support.wait import eventually
 from workers.engine.pd_rules import CHAT, COMPLETIONS, NIXL_WANTED, Protocol
 
 PROTOCOLS: tuple[Protocol, ...] = ("nixl", "mooncake", "sglang")
+
+
+# What does not depend on the protocol between the engines: in the others it is wide.
+ONE_PROTOCOL = pytest.mark.parametrize(
+    "floor", ["nixl", *(pytest.param(one, marks=pytest.mark.wide) for one in PROTOCOLS[1:])], indirect=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +47,7 @@ def floor(request: pytest.FixtureRequest, fleets: dict[Protocol, Fleet], engine_
 # --- what each leg gets
 
 
+@ONE_PROTOCOL
 def test_both_legs_carry_the_clients_trace(floor: PdFloor) -> None:
     engines = floor.pair()
     assert floor.chat(headers={"traceparent": TRACEPARENT, "tracestate": "a=1"}).ok
@@ -61,8 +69,7 @@ OF_BOTH: dict[str, Any] = {"min_tokens": 2, "n": 2, "stop": ["x"], "temperature"
 KEPT = {CHAT: {"model", "messages", "tools"}, COMPLETIONS: {"model", "prompt"}}  # the prompt must be the same
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(("path", "stream"), each_once_and_all_wide([CHAT, COMPLETIONS]))
 def test_r66_prefill_makes_one_token_and_decode_gets_the_clients_values(
     floor: PdFloor, path: str, stream: bool
 ) -> None:
@@ -86,6 +93,7 @@ def test_r66_prefill_makes_one_token_and_decode_gets_the_clients_values(
     assert not {"min_tokens", "stream_options", "n"} & set(first)
 
 
+@ONE_PROTOCOL
 def test_both_legs_carry_the_clients_request_id(floor: PdFloor) -> None:
     p, d = floor.pair()
     mine = floor.chat(headers={"x-request-id": "mine-1"}, key="sk-client")
@@ -95,12 +103,14 @@ def test_both_legs_carry_the_clients_request_id(floor: PdFloor) -> None:
     assert [r.id for r in p.requests] == [r.id for r in d.requests] == ["mine-1", given.headers["x-request-id"]]
 
 
+@ONE_PROTOCOL
 def test_r83_each_leg_carries_the_key_of_its_own_engine(floor: PdFloor) -> None:
     p, d = floor.pair(prefill={"key": "sk-p"}, decode={"key": "sk-d"})
     assert floor.chat().ok
     assert [r.header(b"authorization") for r in (p.requests[0], d.requests[0])] == [b"Bearer sk-p", b"Bearer sk-d"]
 
 
+@ONE_PROTOCOL
 def test_a_path_with_a_slash_at_its_end_is_split_all_the_same(floor: PdFloor) -> None:
     p, d = floor.pair()
     answer = floor.chat(path=f"{CHAT}/", stream=True)
@@ -108,6 +118,7 @@ def test_a_path_with_a_slash_at_its_end_is_split_all_the_same(floor: PdFloor) ->
     assert [record.path for record in (*p.requests, *d.requests)] == [CHAT, CHAT]
 
 
+@ONE_PROTOCOL
 def test_other_paths_go_whole_to_decode(floor: PdFloor) -> None:
     p, d = floor.pair()
     answer = floor.chat(path="/v1/embeddings", input="x")
@@ -132,9 +143,24 @@ TOLD = {
 ODD_TEXT = '{"usage":{"prompt_tokens":99,"completion_tokens":1}}\ndata: 漢字 🦀 '
 
 
-@pytest.mark.parametrize("fragments", FRAGMENTS)
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("stream", [False, True])
+# `make test` has each kind of fragments with NIXL, and each protocol with a stream byte by byte and a whole answer.
+BRIEF = {
+    *(("nixl", CHAT, True, fragments) for fragments in FRAGMENTS),
+    *((protocol, CHAT, True, "bytes") for protocol in PROTOCOLS),
+    *((protocol, COMPLETIONS, False, "whole") for protocol in PROTOCOLS),
+    ("nixl", CHAT, False, "long"),
+    ("nixl", COMPLETIONS, True, "sevens"),
+}
+
+
+@pytest.mark.parametrize(
+    ("floor", "path", "stream", "fragments"),
+    [
+        pytest.param(*case, marks=() if case in BRIEF else pytest.mark.wide)
+        for case in itertools.product(PROTOCOLS, (CHAT, COMPLETIONS), (False, True), FRAGMENTS)
+    ],
+    indirect=["floor"],
+)
 def test_r44_usage_is_of_both_legs_and_every_other_byte_is_decodes(
     floor: PdFloor, path: str, stream: bool, fragments: str
 ) -> None:
@@ -151,12 +177,14 @@ def test_r44_usage_is_of_both_legs_and_every_other_byte_is_decodes(
     assert without_usage(answer.body) == without_usage(said)
 
 
+@ONE_PROTOCOL
 def test_events_whose_usage_is_null_keep_it(floor: PdFloor) -> None:
     floor.pair(prefill={"null_usage": True}, decode={"null_usage": True})
     answer = floor.chat(stream=True, stream_options={"include_usage": True})
     assert [event["usage"] for _, event in answer.chunks()] == [None, None, None, TOLD]
 
 
+@ONE_PROTOCOL
 def test_no_leg_is_asked_for_a_compressed_answer(floor: PdFloor) -> None:
     """What comes compressed can't be given the right usage."""
     p, d = floor.pair()
@@ -176,7 +204,7 @@ async def _directly(engine: SimulatedEngine, floor: PdFloor, options: dict[str, 
     return (await load.chat(engine.url, model=floor.model, **options)).body
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.wide), True])
 def test_server_timing_tells_the_stages_and_the_nodes_status_their_means(floor: PdFloor, stream: bool) -> None:
     p, d = floor.pair(prefill={"ttft_s": 0.2}, decode={"ttft_s": 0.1})
     answer = floor.chat(stream=stream)
@@ -198,6 +226,7 @@ def test_server_timing_tells_the_stages_and_the_nodes_status_their_means(floor: 
 # --- counts
 
 
+@ONE_PROTOCOL
 def test_r07_a_computing_prefill_counts_and_the_next_request_goes_to_the_idle_one(floor: PdFloor) -> None:
     prefills = floor.engines("prefill", 2, ttft_s=5)
     (d,) = floor.engines("decode")
@@ -259,6 +288,7 @@ INTERNAL: dict[str, Any] = {
 }
 
 
+@ONE_PROTOCOL
 def test_r65_a_clients_internal_fields_are_refused_and_their_nulls_taken_out(floor: PdFloor) -> None:
     p, d = floor.pair()
     for name, value in INTERNAL.items():
@@ -270,28 +300,24 @@ def test_r65_a_clients_internal_fields_are_refused_and_their_nulls_taken_out(flo
     assert again.ok, "an engine that gets the header refuses it"
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "named"),
-    [
+@ONE_PROTOCOL
+def test_r72_what_decode_can_not_tell_of_the_prompt_is_refused(floor: PdFloor) -> None:
+    p, d = floor.pair()
+    for path, fields, named in (
         (COMPLETIONS, {"echo": True}, "echo"),
         (COMPLETIONS, {"prompt_logprobs": 1}, "prompt_logprobs"),
         (CHAT, {"prompt_logprobs": 0}, "prompt_logprobs"),
         (CHAT, {"echo": True}, "echo"),
-    ],
-)
-def test_r72_what_decode_can_not_tell_of_the_prompt_is_refused(
-    floor: PdFloor, path: str, fields: dict[str, Any], named: str
-) -> None:
-    p, d = floor.pair()
-    answer = floor.chat(path=path, **fields)
-    assert answer.status == 400
-    assert answer.json()["error"]["param"] == named
+    ):
+        answer = floor.chat(path=path, **fields)
+        assert (answer.status, answer.json()["error"]["param"]) == (400, named), path
     assert not p.requests and not d.requests
 
 
 # --- roles
 
 
+@ONE_PROTOCOL
 def test_r68_no_prefill_node_is_503_naming_the_role(floor: PdFloor) -> None:
     (d,) = floor.engines("decode")
     answer = floor.chat()
@@ -301,6 +327,7 @@ def test_r68_no_prefill_node_is_503_naming_the_role(floor: PdFloor) -> None:
     assert not d.requests
 
 
+@ONE_PROTOCOL
 def test_r68_no_decode_node_is_503_naming_the_role(floor: PdFloor) -> None:
     (p,) = floor.engines("prefill")
     answer = floor.chat()

@@ -9,8 +9,8 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from tests.integration.stage import Bench, beside, start
 from tests.support import load
 from tests.support.deployment import ROOT, Deployment, Setting
 from tests.support.http import request
-from tests.support.process import children, command
+from tests.support.process import Process, children, command
+from tests.support.template import TEMPLATE
 from tests.support.wait import eventually
 
 EVENHAND = [sys.executable, "-m", "app.cli"]
@@ -42,6 +43,18 @@ def evenhand(*words: str, **more_environment: str) -> subprocess.CompletedProces
         env=environment(**more_environment),
         check=False,
     )
+
+
+def forked(directory: Path, *words: str, **more_environment: str) -> tuple[int, str]:
+    """The command in a fork of what has imported it all: its exit code, and what it wrote, stdout and stderr together.
+
+    Which of the two says what is looked at in tests/test_cli.py, and here where `evenhand` runs.
+    """
+    fd, name = tempfile.mkstemp(dir=directory)
+    os.close(fd)
+    env = environment(**more_environment)
+    process = Process([*EVENHAND, *words], log_file=Path(name), env=env, cwd=ROOT, template=TEMPLATE)
+    return process.wait(20), process.log()
 
 
 pytestmark = pytest.mark.timeout(180)  # the first test of the scenarios waits for all of them
@@ -127,6 +140,7 @@ def test_r33_embedded_redis_is_private_and_the_registry_survives_restart_and_kil
     assert deployment.left_behind == []
 
 
+@pytest.mark.wide  # two real starts; tests/workers/test_embedded_redis.py has a second user in the small
 @beside
 def test_second_serve_on_a_state_directory_joins_the_redis_which_outlives_the_first(bench: Bench) -> None:
     engine = bench.engine()
@@ -221,7 +235,7 @@ def test_gunicorn_alone_serves_by_environment_variables_and_an_engine_registers_
     )
     url = f"http://127.0.0.1:{port}"
     words = [*EVENHAND, "engine", "--proxy-url", url, "--model", "m1", "m2", "--speed", "3", "--chunks", "4"]
-    engine = bench.process("engine", words, environment())
+    engine = bench.process("engine", words, environment(), template=TEMPLATE)
     # The engine is there first, as engines that start with their distributor may be: it tries again.
     eventually(lambda: "simulated engine at" in engine.log(), within_s=10)
     words = [sys.executable, "-m", "gunicorn", "-c", "workers/gunicorn.conf.py", "app.main:app"]
@@ -258,16 +272,18 @@ BAD: dict[str, tuple[list[str], dict[str, str], str]] = {
 @beside
 def test_bad_value_ends_with_one_clear_line_and_code_2(bench: Bench) -> None:
     for case, (words, env, named) in BAD.items():
-        done = evenhand("serve", *words, EVENHAND_STATE_DIR=str(bench.directory), **env)
-        assert (done.returncode, done.stdout) == (2, ""), case
+        code, told = forked(bench.directory, "serve", *words, EVENHAND_STATE_DIR=str(bench.directory), **env)
+        assert code == 2, case
         # The usage line, and what argparse wraps of it, may stand before.
-        lines = [line for line in done.stderr.splitlines() if not line.startswith(("usage:", " ")) and line]
-        assert len(lines) == 1, (case, done.stderr)
+        lines = [line for line in told.splitlines() if not line.startswith(("usage:", " ")) and line]
+        assert len(lines) == 1, (case, told)
         assert named in lines[0], case
+    done = evenhand("serve", "--server-port", "70000", EVENHAND_STATE_DIR=str(bench.directory))
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
 
 
-def test_serve_takes_the_flags_of_lmdeploy() -> None:
-    words = evenhand("serve", "--help").stdout
+def test_serve_takes_the_flags_of_lmdeploy(tmp_path: Path) -> None:
+    _, words = forked(tmp_path, "serve", "--help")
     flags = "server-name server-port serving-strategy routing-strategy dummy-prefill disable-cache-status"
     flags += " migration-protocol link-type disable-gdr api-keys ssl log-level"
     assert [flag for flag in flags.split() if not re.search(rf"--{flag}\b(?!-)", words)] == []
@@ -286,41 +302,43 @@ def test_version() -> None:
 def test_nodes_commands_manage_a_deployment(bench: Bench) -> None:
     settings: dict[str, Setting] = {"admin_keys": ["head"], "trusted_nodes": "none"}  # everybody needs the key
     deployment = bench.deployment(2, settings=settings)
-    # Its streams outlast two starts of the command, on a loaded machine too.
-    engine = bench.engine(models=("cli-a", "cli-b"), gap_s=0.2, chunks=35)
+    # Its streams outlast the command, on a loaded machine too.
+    engine = bench.engine(models=("cli-a", "cli-b"), gap_s=0.2, chunks=15)
     here = {"EVENHAND_URL": deployment.url, "EVENHAND_ADMIN_KEY": "head"}
 
-    added = evenhand("nodes", "add", engine.url, "--speed", "2", **here)
-    assert (added.returncode, added.stdout) == (0, "Added successfully\n")
+    def nodes(*words: str, **env: str) -> tuple[int, str]:
+        return forked(bench.directory, "nodes", *words, **env)
+
+    assert nodes("add", engine.url, "--speed", "2", **here) == (0, "Added successfully\n")
     node = deployment.nodes(headers=HEAD)[engine.url]
     assert (node["models"], node["speed"], node["role"]) == (["cli-a", "cli-b"], 2, 1)
 
-    listed = evenhand("nodes", "list", "--url", deployment.url, "--admin-key", "head")
-    assert listed.returncode == 0
-    (line,) = [line for line in listed.stdout.splitlines() if engine.url in line]
+    code, listed = nodes("list", "--url", deployment.url, "--admin-key", "head")
+    assert code == 0
+    (line,) = [line for line in listed.splitlines() if engine.url in line]
     assert "cli-a" in line
     assert "Hybrid" in line
 
     streams = start(load.many(deployment.url, 3, model="cli-a", stream=True))
     eventually(lambda: engine.in_flight == 3)
-    assert evenhand("nodes", "drain", engine.url, **here).returncode == 0
+    assert nodes("drain", engine.url, **here)[0] == 0
     assert engine.in_flight == 3
     assert deployment.nodes(headers=HEAD)[engine.url]["state"] == "draining"
     assert all(answer.done for answer in streams.result(20))
     eventually(lambda: engine.url not in deployment.nodes("?all=1", headers=HEAD), within_s=2)
 
-    with ThreadPoolExecutor(2) as pool:
-        wrong_key = pool.submit(evenhand, "nodes", "list", "--url", deployment.url, "--admin-key", "tail")
-        nobody = pool.submit(evenhand, "nodes", "list", "--url", "http://127.0.0.1:9")
-        bad = pool.submit(evenhand, "nodes", "add", "no-url", **here)
-        assert evenhand("nodes", "add", engine.url, "--models", "cli-c", **here).returncode == 0
-        assert deployment.nodes(headers=HEAD)[engine.url]["models"] == ["cli-c"]
-        removed = evenhand("nodes", "remove", engine.url, **here)
-        assert (removed.returncode, removed.stdout) == (0, "Deleted successfully\n")
-        assert engine.url not in deployment.nodes("?all=1", headers=HEAD)
-    for failed, code, word in ((wrong_key, 1, "40"), (nobody, 1, "127.0.0.1:9"), (bad, 2, "no-url")):
-        done = failed.result()
-        assert done.returncode == code
-        assert done.stdout == ""
-        assert word in done.stderr.splitlines()[-1]
-        assert "Traceback" not in done.stderr
+    assert nodes("add", engine.url, "--models", "cli-c", **here)[0] == 0
+    assert deployment.nodes(headers=HEAD)[engine.url]["models"] == ["cli-c"]
+    assert nodes("remove", engine.url, **here) == (0, "Deleted successfully\n")
+    assert engine.url not in deployment.nodes("?all=1", headers=HEAD)
+
+    done = evenhand("nodes", "list", "--url", deployment.url, "--admin-key", "tail")
+    assert (done.returncode, done.stdout, "40" in done.stderr.splitlines()[-1]) == (1, "", True), done.stderr
+    for words, env, code, word in (
+        (("list", "--url", "http://127.0.0.1:9"), {}, 1, "127.0.0.1:9"),
+        (("add", "no-url"), here, 2, "no-url"),
+    ):
+        found, told = nodes(*words, **env)
+        assert found == code
+        assert word in told.splitlines()[-1]
+        assert "Traceback" not in told

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -151,12 +152,13 @@ def test_r10_each_worker_sees_the_load_of_the_others(expected: Stage) -> None:
 def test_r16_speeds_8_and_2_hold_80_and_20_in_flight(expected: Stage) -> None:
     fast, slow = expected.engines(2, speeds=[8, 2], gap_s=0.05, chunks=30)  # few enough a second for a busy machine
     chance = random.Random(16)
-    lengths = [chance.randint(5, 30) for _ in range(500)]
+    lengths = [chance.randint(5, 30) for _ in range(300)]
     # Answers of different length: else all of a wave end at once, and the counts show nothing but the wave.
-    closed_loop = expected.many(500, concurrency=100, stream=True, each=lambda i: {"max_tokens": lengths[i]})
+    closed_loop = expected.many(300, concurrency=100, stream=True, each=lambda i: {"max_tokens": lengths[i]})
     seen = []
     while not closed_loop.done():
         seen.append(expected.counts(fast, slow))
+        time.sleep(0.01)
     assert all(answer.done for answer in closed_loop.result(30))
     # A client may have its next request counted before the release of its last one has arrived.
     assert max(a + b for a, b in seen) <= 110, "what has ended must not be counted"
@@ -199,23 +201,23 @@ def test_pending_node_gets_traffic_only_while_none_is_ready(expected: Stage) -> 
 @with_min_expected
 def test_r12_min_expected_breaks_ties_at_random(expected: Stage) -> None:
     engines = expected.engines(3)
-    assert all(answer.ok for answer in expected.many(900, concurrency=1, keep_alive=True).result(30))
-    assert served(engines) == [pytest.approx(300, abs=five_sigma(900, 1 / 3))] * 3
+    assert all(answer.ok for answer in expected.many(300, concurrency=1, keep_alive=True).result(30))
+    assert served(engines) == [pytest.approx(100, abs=five_sigma(300, 1 / 3))] * 3
 
 
 @with_random
 def test_r12_random_is_even_over_equal_nodes(by_chance: Stage) -> None:
     engines = by_chance.engines(3)
-    assert all(answer.ok for answer in by_chance.many(900, concurrency=1, keep_alive=True).result(30))
-    assert served(engines) == [pytest.approx(300, abs=five_sigma(900, 1 / 3))] * 3
+    assert all(answer.ok for answer in by_chance.many(300, concurrency=1, keep_alive=True).result(30))
+    assert served(engines) == [pytest.approx(100, abs=five_sigma(300, 1 / 3))] * 3
 
 
 @with_min_observed
 def test_r12_min_observed_is_even_while_no_node_has_a_history(observed: Stage) -> None:
     engines = observed.engines(3, status=400)  # a 4xx makes no history: the windows stay empty all the time
-    answers = observed.many(900, concurrency=1, keep_alive=True).result(30)
+    answers = observed.many(300, concurrency=1, keep_alive=True).result(30)
     assert {answer.status for answer in answers} == {400}
-    assert served(engines) == [pytest.approx(300, abs=five_sigma(900, 1 / 3))] * 3
+    assert served(engines) == [pytest.approx(100, abs=five_sigma(300, 1 / 3))] * 3
 
 
 # --- random
@@ -223,13 +225,13 @@ def test_r12_min_observed_is_even_while_no_node_has_a_history(observed: Stage) -
 
 @with_random
 def test_random_is_weighted_by_speed(by_chance: Stage) -> None:
-    # 3 : 1, and a node without speed counts as their average, 2: of 900 requests 450, 150 and 300.
+    # 3 : 1, and a node without speed counts as their average, 2: of 300 requests 150, 50 and 100.
     engines = by_chance.engines(3, speeds=[3, 1, None])
-    assert all(answer.ok for answer in by_chance.many(900, concurrency=1, keep_alive=True).result(30))
+    assert all(answer.ok for answer in by_chance.many(300, concurrency=1, keep_alive=True).result(30))
     assert served(engines) == [
-        pytest.approx(450, abs=five_sigma(900, 1 / 2)),
-        pytest.approx(150, abs=five_sigma(900, 1 / 6)),
-        pytest.approx(300, abs=five_sigma(900, 1 / 3)),
+        pytest.approx(150, abs=five_sigma(300, 1 / 2)),
+        pytest.approx(50, abs=five_sigma(300, 1 / 6)),
+        pytest.approx(100, abs=five_sigma(300, 1 / 3)),
     ]
 
 
@@ -289,9 +291,9 @@ def test_node_without_history_is_explored_by_one_request_at_a_time(observed: Sta
     known = observed.engine()
     assert all(answer.ok for answer in observed.many(3, concurrency=1).result(10))
     unknown = observed.engine(ttft_s=1)
-    assert all(answer.ok for answer in observed.many(100, concurrency=10).result(20))
+    assert all(answer.ok for answer in observed.many(50, concurrency=10).result(20))
     assert len(unknown.requests) == 1, "one explores it, all others go where the latency is known"
-    assert len(known.requests) == 3 + 99
+    assert len(known.requests) == 3 + 49
     assert eventually(lambda: len(window(observed, unknown)) == 1)
 
 
@@ -300,10 +302,10 @@ def test_r14_node_that_fails_fast_does_not_attract_traffic(observed: Stage) -> N
     good = observed.engine(ttft_s=0.5)
     assert observed.many(1).result(5)[0].ok
     bad = observed.engine(status=500, ttft_s=0.002)
-    answers = observed.many(200, concurrency=50).result(30)
+    answers = observed.many(100, concurrency=25).result(30)
     assert {answer.status for answer in answers} <= {200, 500}, "a 500 is tried elsewhere, once"
     # The first look at once, then one request in ten while it has no success (docs/decisions/0006).
-    assert 1 <= len(bad.requests) <= 1 + 20 + five_sigma(200, 0.1)
+    assert 1 <= len(bad.requests) <= 1 + 10 + five_sigma(100, 0.1)
     assert window(observed, bad) == []
     assert all(0.5 <= latency < 2 for latency in window(observed, good))
 
@@ -356,7 +358,7 @@ def test_a_node_that_fails_at_once_gains_nothing(delay: Stage) -> None:
     assert all(answer.ok for answer in delay.many(30, concurrency=4).result(20))
     had = len(bad.requests)
     bad.set(status=503, ttft_s=0)
-    assert all(answer.ok for answer in delay.many(100, concurrency=8).result(30))
-    assert len(good.requests) >= 100
+    assert all(answer.ok for answer in delay.many(60, concurrency=8).result(30))
+    assert len(good.requests) >= 60
     # Five open its breaker, and those that were under way then.
     assert len(bad.requests) - had <= 5 + 8

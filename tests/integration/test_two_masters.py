@@ -101,16 +101,14 @@ def test_r87_removed_node_is_gone_for_every_worker_within_a_second(stage: Stage)
     removed = stage.engine(models=(stage.model, other_model))
     here, there = stage.masters
     here.post("/nodes/remove", {"url": removed.url})
-    eventually(lambda: other_model not in models_of(there) + models_of(here), within_s=1)
-    pause_until = time.monotonic() + 1
-    while time.monotonic() < pause_until:  # the second that the others have is theirs
-        here.get("/health")
+    eventually(lambda: other_model not in models_of(there) + models_of(here), within_s=1, every_s=0.1)
+    time.sleep(1)  # the second that the others have is theirs
     removed.forget()
-    for deployment in stage.masters * 50:
+    for deployment in stage.masters * 20:
         assert other_model not in models_of(deployment)
         assert removed.url not in deployment.nodes()
-    assert all(answer.ok for answer in stage.many(100, concurrency=10).result(10))
-    assert (len(kept.requests), removed.requests) == (100, [])
+    assert all(answer.ok for answer in stage.many(50, concurrency=10).result(10))
+    assert (len(kept.requests), removed.requests) == (50, [])
 
 
 @beside
@@ -118,10 +116,10 @@ def test_r87_added_node_is_there_for_every_worker_within_a_second(stage: Stage) 
     here, there = stage.masters
     engine = stage.engine(ready=False)
     added_s = time.monotonic()
-    eventually(lambda: stage.model in models_of(there), within_s=1)
+    eventually(lambda: stage.model in models_of(there), within_s=1, every_s=0.1)
     assert there.nodes()[engine.url]["models"] == [stage.model]
     eventually(lambda: time.monotonic() - added_s > 1, within_s=2)
-    for deployment in (here, there) * 50:
+    for deployment in (here, there) * 20:
         assert stage.model in models_of(deployment)
         assert engine.url in deployment.nodes()
 
@@ -131,7 +129,7 @@ def test_r87_changed_speed_counts_for_every_worker_within_a_second(stage: Stage)
     here, there = stage.masters
     first, second = stage.engines(2, speeds=[1, 1], ttft_s=1)
     here.add(first, speed=3)
-    eventually(lambda: there.nodes()[first.url]["speed"] == 3, within_s=1)
+    eventually(lambda: there.nodes()[first.url]["speed"] == 3, within_s=1, every_s=0.1)
     for deployment in (here, there) * 20:
         assert deployment.nodes()[first.url]["speed"] == 3
     burst = start(load.many(there.url, 80, model=stage.model))
@@ -157,12 +155,12 @@ def test_second_registration_of_a_node_through_another_host_updates_it(stage: St
 # --- draining
 
 
-LONG = 80  # chunks, 0.1 s each: what the tests below do meanwhile takes a second, on a busy machine a few
+LONG = 32  # chunks, 0.25 s each: what the tests below do meanwhile takes a second, on a busy machine a few
 
 
 @beside
 def test_r32_drain_finishes_what_runs_and_takes_nothing_new(stage: Stage) -> None:
-    leaving, staying = stage.engines(2, gap_s=0.1, chunks=LONG)
+    leaving, staying = stage.engines(2, gap_s=0.25, chunks=LONG)
     here, there = stage.masters
     here.post("/nodes/remove", {"url": staying.url})
     streams = start(load.many(here.url, 10, model=stage.model, stream=True))
@@ -178,17 +176,17 @@ def test_r32_drain_finishes_what_runs_and_takes_nothing_new(stage: Stage) -> Non
     assert served([leaving, staying]) == [10, 30]
     assert all(answer.done for answer in streams.result(30))
     for deployment in stage.masters:
-        eventually(lambda d=deployment: leaving.url not in d.nodes("?all=1"), within_s=5)  # type: ignore[misc]
+        eventually(lambda d=deployment: leaving.url not in d.nodes("?all=1"), within_s=5, every_s=0.1)  # type: ignore[misc]
 
 
 @beside
 def test_r32_drained_node_leaves_at_the_deadline_at_the_latest(stage: Stage) -> None:
-    engine = stage.engine(gap_s=0.1, chunks=LONG)
+    engine = stage.engine(gap_s=0.25, chunks=LONG)
     streams = stage.many(5, stream=True)
     eventually(lambda: stage.counts(engine) == (5,))
     asked_s = time.monotonic()
     assert stage.masters[1].post(f"/nodes/remove?drain=true&timeout_s=1&node_url={engine.url}").status == 200
-    eventually(lambda: engine.url not in stage.deployment.nodes("?all=1"), within_s=5)
+    eventually(lambda: engine.url not in stage.deployment.nodes("?all=1"), within_s=5, every_s=0.1)
     assert time.monotonic() - asked_s > 0.9
     assert not streams.done(), "the node must have left before its streams ended"
     streams.result(30)
@@ -196,24 +194,24 @@ def test_r32_drained_node_leaves_at_the_deadline_at_the_latest(stage: Stage) -> 
 
 @beside
 def test_r32_immediate_removal_stays_possible_and_cuts_nothing(stage: Stage) -> None:
-    engine = stage.engine(gap_s=0.1, chunks=LONG)
+    engine = stage.engine(gap_s=0.25, chunks=LONG)
     streams = stage.many(5, stream=True)
     eventually(lambda: stage.counts(engine) == (5,))
     reply = stage.masters[1].post("/nodes/remove", {"url": engine.url})
     assert (reply.status, reply.json()) == (200, "Deleted successfully")
-    eventually(lambda: engine.url not in stage.deployment.nodes("?all=1"), within_s=3)
+    eventually(lambda: engine.url not in stage.deployment.nodes("?all=1"), within_s=3, every_s=0.1)
     assert stage.many(1).result(10)[0].status in (404, 503)
     assert all(answer.done for answer in streams.result(30))
 
 
 @beside
 def test_r32_node_that_comes_back_right_after_its_removal_has_the_right_count(stage: Stage) -> None:
-    engine = stage.engine(gap_s=0.1, chunks=LONG)
+    engine = stage.engine(gap_s=0.25, chunks=LONG)
     streams = stage.many(5, stream=True)
     eventually(lambda: stage.counts(engine) == (5,))
     stage.deployment.post("/nodes/remove", {"url": engine.url})
     stage.deployment.add(engine)
-    eventually(lambda: stage.deployment.unfinished()[engine.url] == 5 == engine.in_flight, within_s=4)
+    eventually(lambda: stage.deployment.unfinished()[engine.url] == 5 == engine.in_flight, within_s=4, every_s=0.1)
     assert all(answer.done for answer in streams.result(30))
     eventually(lambda: stage.deployment.unfinished()[engine.url] == 0)
 
@@ -228,7 +226,7 @@ def test_r20_engine_that_never_answers_slows_no_request_to_another(stage: Stage)
     stage.engine(models=(fine_model,))
     waiting = stage.many(50)
     eventually(lambda: stage.counts(hung) == (50,))
-    quick = start(load.many(stage.urls, 200, model=fine_model, concurrency=50)).result(30)
+    quick = start(load.many(stage.urls, 120, model=fine_model, concurrency=40)).result(30)
     answers = waiting.result(30)
     assert all(answer.ok for answer in quick)
     assert {answer.status for answer in answers} == {504}
@@ -236,10 +234,10 @@ def test_r20_engine_that_never_answers_slows_no_request_to_another(stage: Stage)
     assert min(took) >= FIRST_BYTE_S
     assert max(took) < FIRST_BYTE_S + 3
     # One that waited for one of those that hang would take about as long as they do. On a busy machine the last
-    # of 200 may come after the first has given up; a quarter of them beside all 50 is enough to tell.
+    # of 120 may come after the first has given up; a third of them beside all 50 is enough to tell.
     given_up_s = min(answer.finished_s for answer in answers if answer.finished_s)
     beside_them = [answer for answer in quick if answer.finished_s and answer.finished_s < given_up_s]
-    assert len(beside_them) >= 50
+    assert len(beside_them) >= 40
     assert max(answer.finished_s - answer.started_s for answer in quick if answer.finished_s) < FIRST_BYTE_S / 2
 
 

@@ -265,4 +265,4 @@ class Deployment:
             assert set(states.values()) <= {state}, f"{state} wanted: {states}"
             return True
 
-        eventually(check, within_s=within_s)
+        eventually(check, within_s=within_s, every_s=0.05)  # each look is a request
