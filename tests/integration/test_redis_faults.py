@@ -80,9 +80,13 @@ def held_streams(stage: Stage, for_s: float) -> tuple[SimulatedEngine, Future[li
     return engine, streams
 
 
+def readiness(deployment: Deployment) -> set[int]:
+    """What `/ready` says, asked often enough that each of two workers is asked (but once in 500)."""
+    return {deployment.get("/ready").status for _ in range(10)}
+
+
 def told_by_all(deployment: Deployment, status: int, *, within_s: float) -> None:
-    """What `/ready` says in the end, asked often enough that each of two workers is asked (but once in 500)."""
-    eventually(lambda: {deployment.get("/ready").status for _ in range(10)} == {status}, within_s=within_s, every_s=0.1)
+    eventually(lambda: readiness(deployment) == {status}, within_s=within_s, every_s=0.1)
 
 
 def longest_gap_s(answer: load.Answer) -> float:
