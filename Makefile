@@ -3,7 +3,7 @@
 #   make run                       two workers, a Redis of its own, three simulated engines; Ctrl-C ends all of it
 #   make run NODES="http://a:23333 http://b:23333"           with your engines instead
 #   make run ARGS="--server-port 9000 --workers 4"           any flags of `evenhand serve`
-#   make test [ARGS="-k name"] [JOBS=0]   the tests, four files at a time
+#   make test [ARGS="-k name"] [JOBS=0]   the tests, six files at a time
 #   make test-wide                 whole matrices, in a browser, of the built package: what CI runs behind `make test`
 #   make test-long                 the soaks and failovers that take minutes
 #   make chaos [ARGS="--seed 7"]   five minutes of load under random faults (docs/reliability.md)
@@ -26,7 +26,7 @@ PYTHON ?= $(shell for wanted in '$(with_venv) and $(optimized)' '$(with_venv)' T
 	sys.exit(sys.version_info < (3, 11) or not ($$wanted))" 2>/dev/null && echo $$p && exit; done; done)
 WORKERS ?= 2
 # Tests wait more than they compute.
-JOBS ?= 4
+JOBS ?= 6
 NODES ?=
 ARGS ?=
 

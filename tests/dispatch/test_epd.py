@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -1040,7 +1041,8 @@ async def test_a_video_with_its_own_sound_is_served_raw() -> None:
 
 async def test_looking_after_encoders_leaves_nothing_to_the_garbage_collector() -> None:
     def looks() -> int:
-        return sum(getattr(o, "__qualname__", "").endswith("_while_up.<locals>.look") for o in gc.get_objects())
+        functions = [o for o in gc.get_objects() if type(o) is FunctionType]
+        return sum(o.__qualname__ == "Epd._while_up.<locals>.look" for o in functions)
 
     world = World()
     gc.collect()

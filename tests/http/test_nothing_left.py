@@ -33,8 +33,8 @@ class Left:
         return self._count() - self._before
 
     def _count(self) -> Counter[str]:
-        kinds = (Protocol, Cycle, Relay, Served)
-        return Counter(type(o).__name__ for o in gc.get_objects() if isinstance(o, kinds))
+        kinds = {Protocol, Cycle, Relay, Served}
+        return Counter(type(o).__name__ for o in gc.get_objects() if type(o) in kinds)
 
 
 @pytest.fixture

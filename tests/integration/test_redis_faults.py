@@ -236,17 +236,27 @@ ONCE = {
 
 @beside
 def test_r96_frozen_redis_under_load(bench: Bench) -> None:
+    frozen_under_load(bench, 9.0)
+
+
+@pytest.mark.wide
+@beside
+def test_r96_frozen_for_twenty_seconds_under_load(bench: Bench) -> None:
+    frozen_under_load(bench, 20.0)
+
+
+def frozen_under_load(bench: Bench, frozen_s: float) -> None:
+    """For longer than the lease: all workers are given up the moment Redis is back."""
     with PrivateRedis() as server:
         space = Space(server, "frozen")
         deployment = bench.deployment(2, redis=space, settings=SETTINGS)
         stage = Stage(space, [deployment], bench.engine)
-        frozen_under_load(stage)
+        serves_while_frozen(stage, frozen_s)
         stage.close()
         deployment.stop()
 
 
-def frozen_under_load(stage: Stage) -> None:
-    frozen_s = 9.0  # much longer than the lease: all workers are given up the moment it is back
+def serves_while_frozen(stage: Stage, frozen_s: float) -> None:
     stage.engines(2, ttft_s=0.05)
     held, streams = held_streams(stage, frozen_s + 6)
     before = registry(stage)

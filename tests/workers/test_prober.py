@@ -364,8 +364,8 @@ async def test_the_words_of_a_probe_do_not_bring_back_the_state_that_it_began_in
 async def test_misses_are_counted_one_probe_at_a_time(redis: Space) -> None:
     """Three misses are three probes, however many turns go by while one hangs."""
     async with probing(redis) as one:
-        await add(one.registry, A, State.READY)
         one.engines.hold = asyncio.Event()
+        await add(one.registry, A, State.READY)
         await aeventually(lambda: one.engines.at_once == 1)
         looks = one.engines.looks[A]
         turns = len(redis.client.info("commandstats"))
