@@ -2,6 +2,7 @@
 #
 #   make run                       two workers, a Redis of its own, three simulated engines; Ctrl-C ends all of it
 #   make run NODES="http://a:23333 http://b:23333"           with your engines instead
+#   make run WORKERS=4             or EVENHAND_WORKERS; without either, 2
 #   make run ARGS="--server-port 9000 --workers 4"           any flags of `evenhand serve`
 #   make test [ARGS="-k name"] [JOBS=0]   the tests, six files at a time
 #   make test-wide                 whole matrices, in a browser, of the built package: what CI runs behind `make test`
@@ -24,7 +25,7 @@ PYTHON ?= $(shell for wanted in '$(with_venv) and $(optimized)' '$(with_venv)' T
 	for p in python3 /usr/bin/python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c "import sys; from importlib.util import find_spec; from sysconfig import get_config_var; \
 	sys.exit(sys.version_info < (3, 11) or not ($$wanted))" 2>/dev/null && echo $$p && exit; done; done)
-WORKERS ?= 2
+WORKERS ?=
 # Tests wait more than they compute.
 JOBS ?= 6
 NODES ?=
@@ -42,7 +43,7 @@ install = { $(VENV)/bin/uv pip install --quiet --python $(py) --require-hashes -
 .PHONY: run test test-wide test-long chaos bench lint docs format licences dist clean
 
 run: $(VENV)/.run
-	@exec $(py) -m app.cli serve $(if $(findstring --workers,$(ARGS)),,--workers $(WORKERS)) \
+	@exec $(py) -m app.cli serve $(if $(WORKERS),--workers $(WORKERS)) \
 		$(if $(NODES),--nodes $(NODES)) $(if $(named),,--simulate 3) $(ARGS)
 
 # Compiled modules are kept whatever the environment says: else each of some hundred starts compiles all of them.
