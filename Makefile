@@ -33,6 +33,7 @@ ARGS ?=
 
 py := $(VENV)/bin/python
 pytest := env -u PYTHONDONTWRITEBYTECODE $(py) -m pytest
+in_jobs := $(pytest) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 named := $(strip $(NODES) $(findstring --nodes,$(ARGS)) $(findstring --simulate,$(ARGS)) $(EVENHAND_NODES))
 pip := $(py) -m pip --disable-pip-version-check --quiet
 # uv takes a tenth of pip's time. Where it can't be had, or can't reach the index (it does not read pip's settings), pip
@@ -51,10 +52,10 @@ run: $(VENV)/.run
 test: $(VENV)/.dev
 	@test -d tests/__pycache__ || ls tests/test_*.py tests/*/test_*.py | \
 		xargs -P 2 -n 66 $(pytest) --collect-only -qq >/dev/null 2>&1 || true
-	$(pytest) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long and not wide" $(ARGS)
+	$(in_jobs) -m "not long and not wide" $(ARGS)
 
 test-wide: $(VENV)/.dev
-	$(pytest) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "wide and not long" $(ARGS)
+	$(in_jobs) -m "wide and not long" $(ARGS)
 
 test-long: $(VENV)/.dev
 	$(py) -m pytest -n 2 --dist loadfile -m long $(ARGS)

@@ -549,13 +549,19 @@ async def until(condition: Callable[[], bool], within_s: float = 2.0) -> None:
 
 
 @contextlib.asynccontextmanager
-async def listening(app: Callable[..., Awaitable[None]]) -> AsyncIterator[int]:
-    """The app behind uvicorn's real protocol (httptools) on a loopback port."""
+async def listening(
+    app: Callable[..., Awaitable[None]],
+    *,
+    protocol: type[HttpToolsProtocol] = HttpToolsProtocol,
+    client_timeout_s: float = 0.0,
+) -> AsyncIterator[int]:
+    """The app behind a real protocol (httptools), uvicorn's or ours, on a loopback port. Only ours has the timeout."""
     config = Config(app, http="httptools", lifespan="off", log_config=None, proxy_headers=False)
     config.load()
     state = ServerState()
+    state.client_timeout_s = client_timeout_s  # type: ignore[attr-defined]
     server = await asyncio.get_running_loop().create_server(
-        lambda: HttpToolsProtocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+        lambda: protocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
     )
     try:
         yield server.sockets[0].getsockname()[1]

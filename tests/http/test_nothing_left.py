@@ -10,12 +10,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
-from uvicorn.config import Config
-from uvicorn.server import ServerState
 
 from app.http.relay import Relay
 from app.metrics.figures import Figures, Served
-from tests.http.fakes import HANG, JSON, SSE, FakeAnswer, World, request_bytes, until
+from tests.http.fakes import HANG, JSON, SSE, FakeAnswer, World, listening, request_bytes, until
 from workers.cycle import Cycle
 from workers.protocol import Protocol
 
@@ -47,19 +45,12 @@ def left() -> Iterator[Left]:
 
 @asynccontextmanager
 async def connected(world: World) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    config = Config(world.app, http=Protocol, lifespan="off", log_config=None, proxy_headers=False)
-    config.load()
-    state = ServerState()
-    state.client_timeout_s = 5.0  # type: ignore[attr-defined]
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Protocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0)
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.sockets[0].getsockname()[1])
-    try:
-        yield reader, writer
-    finally:
-        writer.close()
-        server.close()
-        await until(lambda: not state.connections and not state.tasks)
+    async with listening(world.app, protocol=Protocol, client_timeout_s=5.0) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
 
 
 def stream() -> FakeAnswer:

@@ -275,6 +275,9 @@ class Bench:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
+MOSTLY_STREAM = pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.wide), True])
+
+
 def each_once_and_all_wide(cases: Iterable[object], variants: Sequence[object] = (False, True)) -> list[Any]:
     """(case, variant) for `parametrize`: each case in one of the variants, in turn; in the others it is wide."""
     return [

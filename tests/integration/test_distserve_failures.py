@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from app.nodes import Role
-from tests.integration.stage import Fleet, each_once_and_all_wide, start
+from tests.integration.stage import MOSTLY_STREAM, Fleet, each_once_and_all_wide, start
 from tests.support import load
 from tests.support.loop import LoopThread
 from tests.support.pd import Floor, floor_on, openai_error
@@ -23,7 +23,6 @@ from tests.support.wait import eventually
 PREFILL_TIMEOUT_S = 2.5
 FIRST_BYTE_S = 1.0
 DISTSERVE = {"serving_strategy": "DistServe", "probe_interval_s": 1, "connect_timeout_s": 1}
-MOSTLY_STREAM = pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.wide), True])
 
 
 @pytest.fixture(scope="module")

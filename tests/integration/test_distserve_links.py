@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from app.nodes import Role
-from tests.integration.stage import Fleet, start
+from tests.integration.stage import MOSTLY_STREAM, Fleet, start
 from tests.support import load
 from tests.support.deployment import Deployment
 from tests.support.epd_floor import RedisOrder
@@ -160,7 +160,7 @@ def test_an_engine_that_never_answers_holds_nobody_longer_than_the_limit(floor: 
     assert not decode.legs
 
 
-@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.wide), True])
+@MOSTLY_STREAM
 def test_another_tp_size_is_refused_with_the_reason(floor: Floor, stream: bool) -> None:
     prefill, decode = floor.prefill(tp_size=4), floor.decode(tp_size=8)
     begun_s = time.monotonic()

@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
-from tests.integration.stage import start
+from tests.integration.stage import MOSTLY_STREAM, start
 from tests.support import load
 from tests.support.epd import EpdEngine
 from tests.support.epd_floor import Floor, audio, image, pictures, text, user, video
 from tests.support.wait import eventually
 
 FIRST_BYTE_S = 2.0
-STREAMED = pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.wide), True])
 
 
 FLEET = {
@@ -41,7 +40,7 @@ def openai_error(answer: load.Answer, status: int) -> dict[str, Any]:
 # --- an encoder fails
 
 
-@STREAMED
+@MOSTLY_STREAM
 def test_r76_one_encoder_that_refuses_costs_no_request(floor: Floor, both: EpdEngine, stream: bool) -> None:
     encoders = floor.encoders(3)
     encoders[0].crash()
@@ -115,7 +114,7 @@ def test_r76_items_are_tried_at_no_more_than_two_other_encoders(floor: Floor, bo
     openai_error(answer, answer.status)
 
 
-@STREAMED
+@MOSTLY_STREAM
 def test_r76_all_encoders_down_is_503_naming_the_role_and_nobody_else_is_called(
     floor: Floor, both: EpdEngine, stream: bool
 ) -> None:
@@ -280,7 +279,7 @@ def test_a_single_item_is_matched_with_the_single_entry(floor: Floor, both: EpdE
 # --- the node that decodes fails
 
 
-@STREAMED
+@MOSTLY_STREAM
 def test_r80_a_500_of_decode_begins_once_more_from_the_encoders(floor: Floor, both: EpdEngine, stream: bool) -> None:
     encoders = floor.encoders(3)
     both.next(500)
@@ -296,7 +295,7 @@ def test_r80_a_500_of_decode_begins_once_more_from_the_encoders(floor: Floor, bo
     assert both.requests[0].id == both.requests[1].id == children[0].split(":")[0]
 
 
-@STREAMED
+@MOSTLY_STREAM
 def test_r80_a_second_500_of_decode_is_told(floor: Floor, both: EpdEngine, stream: bool) -> None:
     encoders = floor.encoders(2)
     both.next(500, 500, 500)
@@ -342,7 +341,7 @@ class Leaving:
         return time.monotonic()
 
 
-@STREAMED
+@MOSTLY_STREAM
 def test_r80_client_that_leaves_while_5_encodes_run_aborts_all_5_within_a_second(
     floor: Floor, both: EpdEngine, stream: bool
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.stage import Fleet
+from tests.integration.stage import MOSTLY_STREAM, Fleet
 from tests.integration.test_epd_failures import Leaving, openai_error
 from tests.integration.test_serve_command import EVENHAND, environment
 from tests.support.deployment import ROOT, Deployment
@@ -81,7 +81,7 @@ def _in_order(fabric: Fabric, wanted: list[str]) -> None:
         assert all(later >= ended for (_, ended), (later, _) in pairwise(others))
 
 
-@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.wide)])
+@MOSTLY_STREAM
 def test_r77_50_requests_encode_then_prefill_then_decode(
     split: Split, prefill: EpdEngine, decode: EpdEngine, stream: bool
 ) -> None:

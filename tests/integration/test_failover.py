@@ -27,7 +27,7 @@ from tests.integration.failing import (
     tries,
 )
 from tests.integration.serving import broken_stream, chat_body, openai_error, post_json
-from tests.integration.stage import EngineFactory, Fleet, Lane, Stage, each_once_and_all_wide, staged
+from tests.integration.stage import MOSTLY_STREAM, EngineFactory, Fleet, Lane, Stage, each_once_and_all_wide, staged
 from tests.support.redis import PrivateRedis
 from tests.support.wait import eventually
 
@@ -190,7 +190,7 @@ def test_a_500_after_another_failure_is_tried_elsewhere_once(stage: Stage) -> No
 # --- what is no failure of the node
 
 
-@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.wide), True])
+@MOSTLY_STREAM
 def test_a_refusal_is_passed_on_as_it_is_and_tried_nowhere_else(stage: Stage, stream: bool) -> None:
     own = b'{"error": {"message":  "its own words"}}'
     headers = (("Retry-After", "17"), ("X-Own", "yes"))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.stage import PD_FIRST_BYTE_S, PD_SETTINGS, Fleet, each_once_and_all_wide, start
+from tests.integration.stage import MOSTLY_STREAM, PD_FIRST_BYTE_S, PD_SETTINGS, Fleet, each_once_and_all_wide, start
 from tests.support import load
 from tests.support.collector import TRACEPARENT
 from tests.support.engine import SimulatedEngine
@@ -204,7 +204,7 @@ async def _directly(engine: SimulatedEngine, floor: PdFloor, options: dict[str, 
     return (await load.chat(engine.url, model=floor.model, **options)).body
 
 
-@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.wide), True])
+@MOSTLY_STREAM
 def test_server_timing_tells_the_stages_and_the_nodes_status_their_means(floor: PdFloor, stream: bool) -> None:
     p, d = floor.pair(prefill={"ttft_s": 0.2}, decode={"ttft_s": 0.1})
     answer = floor.chat(stream=stream)

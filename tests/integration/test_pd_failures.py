@@ -13,7 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.integration.stage import PD_FIRST_BYTE_S, PD_PREFILL_S, PD_SETTINGS, Fleet, each_once_and_all_wide
+from tests.integration.stage import (
+    MOSTLY_STREAM,
+    PD_FIRST_BYTE_S,
+    PD_PREFILL_S,
+    PD_SETTINGS,
+    Fleet,
+    each_once_and_all_wide,
+)
 from tests.support.loop import LoopThread
 from tests.support.pd_vllm import Leaving, PdFloor, PdVllmEngine, pd_floor, took_s
 from tests.support.wait import eventually
@@ -131,7 +138,7 @@ def test_r61_decode_that_refuses_is_replaced_by_another(floor: PdFloor) -> None:
     assert not good.pd.recomputed
 
 
-@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.wide), True])
+@MOSTLY_STREAM
 def test_r61_no_decode_that_can_be_reached_is_told_at_once(floor: PdFloor, stream: bool) -> None:
     p, d = floor.pair(prefill=SHORT_LEASE)
     d.set(refuse=True)

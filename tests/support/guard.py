@@ -26,18 +26,26 @@ def parents() -> dict[int, int]:
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as f:
-                fields = f.read().rpartition(b")")[2].split()
-                if fields[0] not in (b"Z", b"X"):
-                    found[int(name)] = int(fields[1])
+            parent = parent_of(int(name))
+            if parent is not None:
+                found[int(name)] = parent
     return found
 
 
+def parent_of(pid: int) -> int | None:
+    """None: the process does not run any more."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as f:
+        fields = f.read().rpartition(b")")[2].split()
+        if fields[0] not in (b"Z", b"X"):
+            return int(fields[1])
+    return None
+
+
 def descendants(pid: int) -> list[int]:
-    parent_of = parents()
+    all_parents = parents()
     found = [pid]
     for one in found:
-        found += [child for child, parent in parent_of.items() if parent == one]
+        found += [child for child, parent in all_parents.items() if parent == one]
     return found[1:]
 
 

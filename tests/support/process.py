@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.support.guard import command_of, parents
+from tests.support.guard import command_of, parent_of, parents
 from tests.support.template import Guard, Template
 
 GUARD = Path(__file__).with_name("guard.py")
@@ -130,13 +130,7 @@ def children(pid: int) -> list[int]:
     for path in lists:
         with contextlib.suppress(OSError):
             found += map(int, path.read_text().split())
-    return sorted(child for child in found if _runs(child))
-
-
-def _runs(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    return False
+    return sorted(child for child in found if parent_of(child) is not None)
 
 
 def command(pid: int) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from app.errors import BadRequest
-from app.nodes import Role, normalise_url, parse_role
+from app.nodes import Role, normalise_url, parse_role, parse_speed
 from workers.engine.answers import Knobs
 from workers.engine.encoder import EncoderEngine
 from workers.engine.lmdeploy import LmdeployEngine
@@ -200,8 +200,6 @@ def _seconds(text: str) -> float:
 
 
 def _role(text: str) -> Role:
-    from app.errors import BadRequest
-
     try:
         return parse_role(text)
     except BadRequest as e:
@@ -210,9 +208,9 @@ def _role(text: str) -> Role:
 
 def _speed(text: str) -> float:
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if math.isfinite(value) and value > 0:
-        return value
+        speed = parse_speed(float(text))
+        if speed is not None:
+            return speed
+    except (ValueError, BadRequest):
+        pass
     raise argparse.ArgumentTypeError(f"must be a finite number greater than 0, not {text!r}")
