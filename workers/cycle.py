@@ -169,13 +169,30 @@ class Cycle:
         if not more:
             if self.expected_content_length and not self._until_close:
                 raise RuntimeError("the answer is shorter than its Content-Length")
-            self.response_complete = True
-            self._gone = None
-            self.set()
-            if not self.keep_alive:
-                self.transport.close()
-            self.on_response()
+            self._complete()
         return not self.flow.write_paused
+
+    def answer(self, status: int, lines: bytes, body: bytes) -> None:
+        if self.disconnected:
+            return
+        if self.response_started or self._bodyless:
+            raise RuntimeError("no whole answer can be given here")
+        self.response_started = True
+        close = b"" if self.keep_alive else b"connection: close\r\n"
+        if len(body) > JOIN_LIMIT_BYTES:
+            self.transport.write(b"%b%b%b\r\n" % (STATUS_LINE[status], lines, close))
+            self.transport.write(body)
+        else:
+            self.transport.write(b"%b%b%b\r\n%b" % (STATUS_LINE[status], lines, close, body))
+        self._complete()
+
+    def _complete(self) -> None:
+        self.response_complete = True
+        self._gone = None
+        self.set()
+        if not self.keep_alive:
+            self.transport.close()
+        self.on_response()
 
     def break_off(self) -> None:
         self._broken_off = True

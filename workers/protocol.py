@@ -22,6 +22,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from app.errors import BadRequest, EvenhandError, ShuttingDown, error_answer
+from app.heads import Head, is_to_be_kept
 from workers.cycle import Cycle
 from workers.half_closed import HalfClosed, has_ended, may_have_ended
 from workers.listener import Share
@@ -87,6 +88,11 @@ class Protocol(HttpToolsProtocol):
     _fault: EvenhandError | None = None  # why a callback has ended the parsing
     _refusal: EvenhandError | None = None  # to be told once the answers before it are out
     _patience: Patience | None = None
+    _head: Head | None = None  # that came last and may come again
+    _scope: Any = None  # of its request
+    _strange_heads = 0  # kept in vain
+    _may_come_again = False  # the latest head, as far as the parser tells
+    _left_bytes = 0  # of a body that is read past the parser
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -100,7 +106,13 @@ class Protocol(HttpToolsProtocol):
         self._idle = False
         if self._refusal is not None:
             return
+        if self._left_bytes:
+            self._read_body(data)
+            return
         heads, bodies, before = self._heads, self._body_bytes, self._in_head
+        at_boundary = before and not self._begun
+        if at_boundary and self._head is not None and self._read_head_again(data, self._head):
+            return
         size_bytes = len(data)
         self._read_from_bytes = self._received_bytes
         self._received_bytes += size_bytes
@@ -112,6 +124,8 @@ class Protocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             # `_fault` has named it where the rule is ours and not the parser's.
             self._refuse(self._fault or BadRequest("the request is not valid HTTP/1.1"))
+        if at_boundary and self._heads == heads + 1 and is_to_be_kept(self._strange_heads, self._heads):
+            self._keep_head(data)
         if heads != self._heads or before != self._in_head:
             # Something ended in this read, so that not all of it belongs to what is still open.
             self._overhead_bytes = 0
@@ -121,6 +135,62 @@ class Protocol(HttpToolsProtocol):
         if self._overhead_bytes > HEAD_LIMIT_BYTES:
             what = "the request's chunk sizes and trailers are too long"
             self._refuse(HeadTooLarge() if self._in_head else BadRequest(what))
+
+    # --- a head that came before
+
+    def _keep_head(self, data: bytes) -> None:
+        """`data` began with the head of the latest request: remember it, if it is one to be found again."""
+        cycle = self.cycle
+        if self._refusal is not None or not self._may_come_again:
+            return
+        head = Head.begins(data, cycle.scope["headers"])
+        if head is not None:
+            self._strange_heads += 1
+            self._head = head
+            self._scope = cycle.scope.copy()
+            del self._scope["extensions"]  # they hold the request
+
+    def _read_head_again(self, data: bytes, head: Head) -> bool:
+        """Take a request that begins with the head of the one before, past the parser; False: it is for the parser."""
+        if not self.cycle.response_complete:
+            return False
+        headers = head.of(data)
+        if headers is None:
+            return False
+        self._strange_heads = 0
+        scope = self._scope.copy()
+        scope["headers"] = headers
+        scope["state"] = self.app_state.copy()
+        self.scope = scope
+        cycle = self.cycle = Cycle(self, keep_alive=not self._stopping, expected=None)
+        self._heads += 1
+        self._overhead_bytes = 0
+        self._cycles = (cycle,)
+        self._start_asgi_task(cycle, self.app)
+        body = data[headers.end :]
+        if len(body) == headers.length:
+            self._body_bytes += headers.length
+            cycle.body, cycle.more_body = body, False
+            cycle.set()
+        else:
+            self._left_bytes = headers.length
+            self._in_head = False
+            self._read_body(body)
+        return True
+
+    def _read_body(self, data: bytes) -> None:
+        """What follows a head that came before; behind the body's end the next request begins."""
+        left = self._left_bytes
+        rest = b""
+        if len(data) > left:
+            data, rest = data[:left], data[left:]
+        self._left_bytes = left = left - len(data)
+        if data:
+            self._take(data)
+        if not left:
+            self._end_body()
+            if rest:
+                self.data_received(rest)
 
     # --- what the parser says, inside data_received
 
@@ -180,8 +250,11 @@ class Protocol(HttpToolsProtocol):
             "headers": headers,
             "state": self.app_state.copy(),
         }
-        keep_alive = version != "1.0" and parser.should_keep_alive() and not self._stopping
-        self.cycle = cycle = Cycle(self, keep_alive=keep_alive, expected=named.get(b"expect"))
+        expected = named.get(b"expect")
+        keep_alive = version != "1.0" and parser.should_keep_alive()
+        self._may_come_again = keep_alive and expected is None
+        keep_alive = keep_alive and not self._stopping
+        self.cycle = cycle = Cycle(self, keep_alive=keep_alive, expected=expected)
         self._in_head = self._begun = False
         self._heads += 1
         self._cycles = [*waiting, cycle]
@@ -201,9 +274,13 @@ class Protocol(HttpToolsProtocol):
         self._overhead_bytes -= CHUNK_OVERHEAD_BYTES
 
     def on_body(self, body: bytes) -> None:
+        if not self.parser.should_upgrade():
+            self._take(body)
+
+    def _take(self, body: bytes) -> None:
         self._body_bytes += len(body)
         cycle = self.cycle
-        if self.parser.should_upgrade() or cycle.response_complete:
+        if cycle.response_complete:
             return
         held = cycle.body
         if not held:
@@ -223,8 +300,10 @@ class Protocol(HttpToolsProtocol):
         cycle.set()
 
     def on_message_complete(self) -> None:
-        if self.parser.should_upgrade():
-            return
+        if not self.parser.should_upgrade():
+            self._end_body()
+
+    def _end_body(self) -> None:
         self._in_head = True
         cycle = self.cycle
         if not cycle.response_complete:

@@ -69,19 +69,23 @@ _SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
 
 def request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """The client's X-Request-Id if it is 1 to 128 visible ASCII characters, else a new one."""
+    return given_id(headers) or new_id()
+
+
+def given_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The client's X-Request-Id, if there is one that `request_id` takes; else b""."""
     for name, value in headers:
         if name == b"x-request-id":
-            if _SANE_ID(value):
-                return value
-            break
-    return _uuid4_hex()
+            return value if _SANE_ID(value) else b""
+    return b""
 
 
 _drawn: list[bytes] = []
 os.register_at_fork(after_in_child=_drawn.clear)
 
 
-def _uuid4_hex() -> bytes:
+def new_id() -> bytes:
+    """A request id of 32 hexadecimal digits."""
     # As `uuid.uuid4().hex`, with one call of the system for many of them.
     if not _drawn:
         many = os.urandom(16 * DRAWN_AT_ONCE)
@@ -90,11 +94,10 @@ def _uuid4_hex() -> bytes:
     return f"{text[:12]}4{text[13:16]}{_VARIANT[text[16]]}{text[17:]}".encode()
 
 
-def for_engine(scope: Scope, identifier: bytes, not_for_engine: frozenset[bytes]) -> Headers:
-    """The client's headers as an engine may see them.
+def for_engine(scope: Scope, not_for_engine: frozenset[bytes]) -> Headers:
+    """The client's headers as an engine may see them, but for the request's id.
 
     Args:
-        identifier: what `request_id` gave.
         not_for_engine: NOT_FOR_ENGINE, or NOT_FOR_ENGINE_BUT_KEYS where clients' keys are passed on.
     """
     kept: Headers = []
@@ -126,7 +129,8 @@ def for_engine(scope: Scope, identifier: bytes, not_for_engine: frozenset[bytes]
         kept.append((b"x-forwarded-for", b", ".join(hops)))
     if host is not None:
         kept.append((b"x-forwarded-host", host))
-    return [*kept, (b"x-forwarded-proto", scope["scheme"].encode()), (b"x-request-id", identifier)]
+    kept.append((b"x-forwarded-proto", scope["scheme"].encode()))
+    return kept
 
 
 def _is_spelt_otherwise(name: bytes, not_for_engine: frozenset[bytes]) -> bool:

@@ -58,6 +58,14 @@ class Wire(Protocol):
         """As `http.response.body`. False: the client is behind, `drain` before the next one."""
         ...
 
+    def answer(self, status: int, lines: bytes, body: bytes) -> None:
+        """A whole answer at once.
+
+        Args:
+            lines: its headers as they are written, each with its line end; Content-Length, which is right, among them.
+        """
+        ...
+
     def break_off(self) -> None:
         """The answer has no proper end, and that is meant: its connection is to end with it."""
         ...

@@ -15,7 +15,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import unquote
 
 from starlette.types import Receive, Scope, Send
@@ -32,12 +32,13 @@ from app.errors import (
     UpstreamError,
     error_answer,
 )
+from app.heads import Repeated, Written, lines_of
 from app.http.auth import Authority, check_model
 from app.http.body import ClientLeft, declared_bytes, header, read_body, too_large
 from app.http.cors import Cors, without_cors
 from app.http.endpoints import UNNAMED
 from app.http.form import Form, is_form, model_of_form, renamed_form
-from app.http.headers import CLOSE, NOT_FOR_ENGINE, NOT_FOR_ENGINE_BUT_KEYS, for_engine, request_id
+from app.http.headers import CLOSE, NOT_FOR_ENGINE, NOT_FOR_ENGINE_BUT_KEYS, for_engine, given_id, new_id
 from app.http.interrupt import Running, Watch, Why
 from app.http.names import Names
 from app.http.peek import peek, renamed
@@ -118,7 +119,9 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         served = Served(scope["path"])
         served.client = scope.get("client")
-        served.request = identifier = request_id(scope["headers"])
+        headers = scope["headers"]
+        known: Meaning | None = headers.head.meaning if type(headers) is Repeated else None
+        served.request = identifier = (given_id(headers) if known is None else known.request_id) or new_id()
         watched, journey = self._watched(), None
         if watched or self._notes:
             journey = served.journey = Journey(watched=watched)
@@ -181,26 +184,27 @@ class Proxy:
         key = self._authority.check_client(scope["headers"])
         if key is not None:
             served.key = key.name
-        path = path_for_engine(scope)
+        meaning = self._meaning(scope)
         body = None if wire is None else wire.whole_body()
         if body is None:
-            if form_type(scope) is not None and routed(scope["path"]) not in GENERATING:
-                return await self._open_upload(scope, receive, identifier, watch, wire, served, key)
+            if meaning.form_type is not None and routed(scope["path"]) not in GENERATING:
+                return await self._open_upload(scope, receive, identifier, watch, wire, served, key, meaning)
             if wire is not None:
                 wire.gather(self._max_body_bytes)
             body = await read_body(scope, receive, limit_bytes=self._max_body_bytes, setting="--max-body-size")
         served.bytes_in = size_bytes = len(body)
         if size_bytes > self._max_body_bytes:
             raise too_large(self._max_body_bytes, "--max-body-size")
-        asked, body = self._peek(scope, body)
+        asked, body = self._peek(scope["path"], meaning.form_type, body)
         served.model = asked if asked and self._names is None else self._meant(asked)
         if key is not None and key.models is not None:
             check_model(key, asked, asked or self._default, served.model)
         if served.model != asked and (asked or self._default):  # what the only model is for goes on without a name
-            body = rename(scope, body, served.model)
-        headers = for_engine(scope, identifier, self._not_for_engine)
+            form = meaning.form_type
+            body = renamed(body, served.model) if form is None else renamed_form(form, body, served.model)
+        headers = meaning.headers_of(identifier)
         watch.start(receive, wire)
-        return await self._dispatcher.open(EngineRequest(b"POST", path, headers, body, served.model))
+        return await self._dispatcher.open(EngineRequest(b"POST", meaning.path, headers, body, served.model))
 
     async def _open_upload(
         self,
@@ -211,12 +215,13 @@ class Proxy:
         wire: Wire | None,
         served: Served,
         key: AccessKey | None,
+        meaning: Meaning,
     ) -> Answer:
         """A form that is not all here: it goes on as it comes, from the moment on in which its model is known."""
         upload = watch.upload = Upload(
             receive,
             Form(
-                form_type(scope) or b"",
+                meaning.form_type or b"",
                 allow_transfer_params=self._allow_transfer_params,
                 nameless=bool(self._default),
             ),
@@ -231,8 +236,8 @@ class Proxy:
                 check_model(key, asked, asked or self._default, served.model)
             if served.model != asked:
                 upload.rename(served.model)
-            headers = for_engine(scope, identifier, self._not_for_engine)
-            request = EngineRequest(b"POST", path_for_engine(scope), headers, upload.whole or b"", served.model)
+            headers = meaning.headers_of(identifier)
+            request = EngineRequest(b"POST", meaning.path, headers, upload.whole or b"", served.model)
             if upload.whole is None:
                 request.upload = upload
             if wire is not None or upload.ended:
@@ -246,12 +251,20 @@ class Proxy:
         finally:
             served.bytes_in = upload.received_bytes
 
-    def _peek(self, scope: Scope, body: bytes) -> tuple[str, bytes]:
+    def _meaning(self, scope: Scope) -> Meaning:
+        headers = scope["headers"]
+        if type(headers) is not Repeated:
+            return Meaning.of(scope, self._not_for_engine)
+        meaning: Meaning | None = headers.head.meaning
+        if meaning is None:
+            meaning = headers.head.meaning = Meaning.of(scope, self._not_for_engine)
+        return meaning
+
+    def _peek(self, path: str, form: bytes | None, body: bytes) -> tuple[str, bytes]:
         allow, nameless = self._allow_transfer_params, bool(self._default)
-        content_type = form_type(scope)
-        if content_type is not None:
-            return model_of_form(content_type, body, allow_transfer_params=allow, nameless=nameless), body
-        return peek(body, allow_transfer_params=allow, unnamed=scope["path"] in UNNAMED, nameless=nameless)
+        if form is not None:
+            return model_of_form(form, body, allow_transfer_params=allow, nameless=nameless), body
+        return peek(body, allow_transfer_params=allow, unnamed=path in UNNAMED, nameless=nameless)
 
     def _meant(self, asked: str) -> str:
         """The model of a request that names `asked`, or none. Raises as `only_model`."""
@@ -287,6 +300,30 @@ class Proxy:
             log.warning("request %s: the client did not take the end of its stream", served.request.decode())
 
 
+class Meaning(NamedTuple):
+    """What follows from the head of a request, its Content-Length aside.
+
+    `request_id`: the client's own; b"": it has none. `path`: for the engine, with the query string. `form_type`: None
+    where the body is no form. `headers`: for the engine, but for the request's id; `lines`: the same as written.
+    """
+
+    request_id: bytes
+    path: bytes
+    form_type: bytes | None
+    headers: Headers
+    lines: bytes
+
+    @classmethod
+    def of(cls, scope: Scope, not_for_engine: frozenset[bytes]) -> Meaning:
+        """Raises BadRequest: a path or headers that can't be passed on."""
+        path, form, headers = path_for_engine(scope), form_type(scope), for_engine(scope, not_for_engine)
+        return cls(given_id(scope["headers"]), path, form, headers, lines_of(headers))
+
+    def headers_of(self, identifier: bytes) -> Headers:
+        header = (b"x-request-id", identifier)
+        return Written([*self.headers, header], self.lines + b"%b: %b\r\n" % header)
+
+
 def form_type(scope: Scope) -> bytes | None:
     """The Content-Type of a form; None: the request is none.
 
@@ -299,14 +336,6 @@ def form_type(scope: Scope) -> bytes | None:
     if len(found) > 1:
         raise BadRequest("A form must have one Content-Type")
     return bytes(found[0])
-
-
-def rename(scope: Scope, body: bytes, model: str) -> bytes:
-    """The body with another model in it."""
-    content_type = form_type(scope)
-    if content_type is not None:
-        return renamed_form(content_type, body, model)
-    return renamed(body, model)
 
 
 def outcome_of(error: EvenhandError) -> str:

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import NamedTuple
 
 from starlette.types import Send
 
 from app.dispatch.answer import Answer, Outcome
 from app.dispatch.work import EVENT, USAGE_BYTES, tokens_of
 from app.errors import EngineBroke, EvenhandError, Headers, UpstreamError, error_event, message_error_event
+from app.heads import LENGTH, Head, Repeated, lines_of
 from app.http.headers import ClientHead
 from app.http.ports import Wire
 from app.http.sse import StreamTail
@@ -36,6 +38,22 @@ DONE_PATHS = frozenset(("/v1/chat/completions", "/v1/completions"))
 
 MESSAGES = "/v1/messages"
 """Anthropic's: its clients go by the names of events."""
+
+
+class Written(NamedTuple):
+    """The headers that a client gets of an engine's answer, as they are written before and behind the value of
+    Content-Length; `before` None: not with a length."""
+
+    before: bytes | None
+    behind: bytes
+
+    @classmethod
+    def of(cls, status: int, head: Head) -> Written:
+        headers = ClientHead(status, head.headers, []).headers
+        at = next((at for at, (name, _) in enumerate(headers) if name == LENGTH), None)
+        if at is None:
+            return cls(None, b"")
+        return cls(lines_of(headers[:at]) + LENGTH + b": ", b"\r\n" + lines_of(headers[at + 1 :]))
 
 
 class Relay:
@@ -76,6 +94,10 @@ class Relay:
         answer = self._answer
         if not 200 <= answer.status <= 599:
             raise EngineBroke(f"The engine answered with status {answer.status}")
+        if type(answer.headers) is Repeated and self._wire is not None and len(self._extra) == 1:
+            outcome = self._whole_again(answer.headers.head, self._wire)
+            if outcome is not None:
+                return outcome
         self._head = head = ClientHead(answer.status, answer.headers, self._extra)
         if head.streaming:
             tail = self._tail = StreamTail()
@@ -90,6 +112,28 @@ class Relay:
                 self._served.bytes_out = size_bytes
                 return await self._finish(whole)
         return await self._body(head.content_length)
+
+    def _whole_again(self, head: Head, wire: Wire) -> Outcome | None:
+        """Hand on an answer that has wholly come, with a head that came before; None: that takes the long way."""
+        answer, served = self._answer, self._served
+        whole = answer.whole()
+        if whole is None:
+            return None
+        written: Written | None = head.meaning
+        if written is None:
+            written = head.meaning = Written.of(answer.status, head)
+        if written.before is None:
+            return None
+        size_bytes = len(whole)
+        if answer.measured:
+            answer.tokens = tokens_of(whole, size_bytes)
+        outcome = outcome_of(answer.status)
+        answer.close(outcome)  # see `_finish`
+        served.bytes_out, served.status, self.started = size_bytes, answer.status, True
+        wire.answer(
+            answer.status, b"%b%d%b%b: %b\r\n" % (written.before, size_bytes, written.behind, *self._extra[0]), whole
+        )
+        return outcome
 
     async def _start(self) -> None:
         head = self._head
@@ -194,8 +238,7 @@ class Relay:
         return await self._finish()
 
     async def _finish(self, last: bytes = b"") -> Outcome:
-        status = self._answer.status
-        outcome = Outcome.OK if status < 400 else Outcome.CLIENT_ERROR if status < 500 else Outcome.ENGINE_ERROR
+        outcome = outcome_of(self._answer.status)
         # The last bytes leave after the release: a client that has its whole answer and asks again at once must not
         # meet its own old count.
         self._answer.close(outcome)
@@ -221,3 +264,8 @@ class Relay:
         event = message_error_event if self._path.rstrip("/") == MESSAGES else error_event
         last = b"" if self.complete else self._tail.missing_newlines() + event(error)
         await self._put(last, more=False)
+
+
+def outcome_of(status: int) -> Outcome:
+    """Of an answer that was handed on whole."""
+    return Outcome.OK if status < 400 else Outcome.CLIENT_ERROR if status < 500 else Outcome.ENGINE_ERROR

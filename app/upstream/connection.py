@@ -21,6 +21,7 @@ from typing import cast
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from app.errors import EngineBroke, EngineTimeout
+from app.heads import Head, is_to_be_kept
 from app.upstream.pool import Pool
 from app.upstream.transport import Drain, Sink, Target, Timeouts, Upload
 from app.upstream.uploading import Uploading
@@ -206,12 +207,15 @@ class Connection(asyncio.Protocol):
         "_armed_at_s",
         "_closed",
         "_deadline_s",
+        "_head",
         "_overhead_bytes",
         "_parser",
         "_pool",
         "_response",
         "_reusable",
         "_stage",
+        "_status",
+        "_strange_heads",
         "_timer",
         "_transport",
         "_uploading",
@@ -237,6 +241,9 @@ class Connection(asyncio.Protocol):
         self._stage = _IDLE
         self._overhead_bytes = 0  # received since the last byte of a body, or since the request
         self._reusable = False
+        self._head: Head | None = None  # that came last and may come again
+        self._status = 0  # that it has
+        self._strange_heads = 0  # kept in vain
         self._uploading: Uploading | None = None  # until all of its body is out
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
@@ -367,6 +374,9 @@ class Connection(asyncio.Protocol):
         if response is None:
             self.drop()  # nobody asked: whatever it is, the next answer on this connection could not be trusted
             return
+        begins = self._stage == _HEAD and not self._overhead_bytes
+        if begins and self._head is not None and self._read_head_again(data, self._head, response):
+            return
         self._overhead_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -377,6 +387,8 @@ class Connection(asyncio.Protocol):
                 return
             # Else rubbish follows a complete answer, and `on_message_begin` has seen it begin.
         if self._stage == _COMPLETE:
+            if begins and self._reusable and is_to_be_kept(self._strange_heads, self.served):
+                self._keep_head(data, response)
             self._finish(response)
             return
         if self._overhead_bytes > HEAD_LIMIT_BYTES:
@@ -389,6 +401,32 @@ class Connection(asyncio.Protocol):
                 assert self._transport is not None
                 self.paused = True
                 self._transport.pause_reading()
+
+    def _keep_head(self, data: bytes, response: Http1Response) -> None:
+        """`data` was an answer that the parser has read: remember its head, if it is one to be found again."""
+        status = response.status
+        if response._head_only or status in (204, 304) or not data.startswith(b"HTTP/1.1 %d" % status):
+            return  # another length than its Content-Length, or a 1xx answer before it
+        head = Head.begins(data, response.headers)
+        if head is not None:
+            self._strange_heads += 1
+            self._head, self._status = head, status
+
+    def _read_head_again(self, data: bytes, head: Head, response: Http1Response) -> bool:
+        """Take a whole answer with the head of the one before, past the parser; False: it is for the parser."""
+        headers = head.of(data)
+        if headers is None or len(data) - headers.end != headers.length:
+            return False
+        if response._head_only or self._uploading is not None:
+            return False
+        self._strange_heads = 0
+        response.status, response.headers = self._status, headers
+        if headers.length:
+            response._chunks.append(data[headers.end :])
+            response._buffered_bytes = headers.length
+        self._reusable = True
+        self._finish(response)
+        return True
 
     def eof_received(self) -> None:
         response = self._response
