@@ -142,7 +142,11 @@ class Cycle:
             return True
         if self.response_complete:
             raise RuntimeError("the answer is complete already")
-        head, self._head = self._head, b""
+        head = self._head
+        if more and self.chunked_encoding and not head and 0 < (size := len(data)) <= JOIN_LIMIT_BYTES:
+            self.transport.write(b"%x\r\n%b\r\n" % (size, data))  # as most of a stream
+            return not self.flow.write_paused
+        self._head = b""
         if self._bodyless:
             self.expected_content_length = 0
             data = head

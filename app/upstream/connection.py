@@ -38,6 +38,10 @@ _SECOND_LOOK_S = 0.1
 
 # Where the connection stands with its answer. Plain ints: they are compared for every callback of the parser.
 _IDLE, _HEAD, _BODY, _COMPLETE = range(4)
+CHUNK_DIGITS = 3
+CHUNK_SIZES = {b"%x" % size: size for size in range(1, 16**CHUNK_DIGITS)}
+"""What stands before a chunk, as engines write it: one that holds an event is seldom larger."""
+
 _STAGE_NAMES = ("idle", "head", "body", "complete")
 
 
@@ -150,15 +154,21 @@ class Http1Response:
 
     def _came(self, connection: Connection) -> None:
         """Something of the body has come while somebody waits for it."""
-        sink = self._sink
-        if sink is None or self._full:
+        if self._sink is not None and not self._full:
+            self._pass(connection, self._take())
+        else:
             connection._deadline_s = self._total_at_s  # only a reader that waits may find the engine slow
             self._wake()
-            return
+
+    def _pass(self, connection: Connection, data: bytes) -> None:
+        assert self._sink is not None
         idle_s = self._timeouts.idle_s
         if idle_s:
-            connection.watch(min(connection.loop.time() + idle_s, self._total_at_s))
-        if not sink(self._take()):
+            # Later than the one before, for which a timer is armed: see `watch`.
+            at_s = connection.loop.time() + idle_s
+            connection._deadline_s = at_s if at_s < self._total_at_s else self._total_at_s
+        self._read = True
+        if not self._sink(data):
             self._full = True
             self._wake()
 
@@ -205,6 +215,8 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_armed_at_s",
+        "_between_chunks",
+        "_chunk_ended",
         "_closed",
         "_deadline_s",
         "_head",
@@ -243,6 +255,8 @@ class Connection(asyncio.Protocol):
         self._reusable = False
         self._head: Head | None = None  # that came last and may come again
         self._status = 0  # that it has
+        self._chunk_ended = False  # and no other has begun, as far as the parser can tell
+        self._between_chunks = False
         self._strange_heads = 0  # kept in vain
         self._uploading: Uploading | None = None  # until all of its body is out
         self._closed = False
@@ -374,12 +388,15 @@ class Connection(asyncio.Protocol):
         if response is None:
             self.drop()  # nobody asked: whatever it is, the next answer on this connection could not be trusted
             return
+        if self._between_chunks and response._sink is not None and self._pass_chunk(data, response):
+            return
         begins = self._stage == _HEAD and not self._overhead_bytes
         if begins and self._head is not None and self._read_head_again(data, self._head, response):
             return
         self._overhead_bytes += len(data)
         try:
             self._parser.feed_data(data)
+            self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
         except (HttpParserError, HttpParserUpgrade) as e:
             if self._stage != _COMPLETE:
                 too_long = self._overhead_bytes > HEAD_LIMIT_BYTES
@@ -401,6 +418,18 @@ class Connection(asyncio.Protocol):
                 assert self._transport is not None
                 self.paused = True
                 self._transport.pause_reading()
+
+    def _pass_chunk(self, data: bytes, response: Http1Response) -> bool:
+        """Hand on one whole chunk of a stream, past the parser, which is between two; False: it is for the parser."""
+        if response._full:
+            return False
+        end = data.find(b"\r\n", 0, CHUNK_DIGITS + 2)
+        size = CHUNK_SIZES.get(data[:end]) if end > 0 else None
+        if size is None or len(data) != end + size + 4 or not data.endswith(b"\r\n"):
+            return False
+        self._overhead_bytes = 0
+        response._pass(self, data[end + 2 : -2])
+        return True
 
     def _keep_head(self, data: bytes, response: Http1Response) -> None:
         """`data` was an answer that the parser has read: remember its head, if it is one to be found again."""
@@ -522,7 +551,14 @@ class Connection(asyncio.Protocol):
         response._buffered_bytes += len(data)
         response._chunks.append(data)
 
+    def on_chunk_header(self) -> None:
+        self._chunk_ended = False
+
+    def on_chunk_complete(self) -> None:
+        self._chunk_ended = True
+
     def on_message_complete(self) -> None:
+        self._chunk_ended = False
         if self._stage == _BODY:
             self._stage = _COMPLETE
             self._reusable = self._parser.should_keep_alive()
