@@ -353,6 +353,7 @@ def test_the_greeting_holds_no_key_and_no_password() -> None:
         {
             "api_keys": ["hush"],
             "admin_keys": ["hush"],
+            "reader_keys": ["hush"],
             "engine_key": "hush",
             "redis_url": "rediss://me:hush@redis:6380/1",
             "server_name": "::",
@@ -395,6 +396,7 @@ def test_the_greeting_knows_how_to_look_behind_sentinels_and_into_a_cluster(url:
         ({"admin_keys": ["hush"]}, ""),
         ({"admin_keys": ["hush"], "trusted_nodes": ["10.0.0.0/8"]}, " --admin-key KEY"),
         ({"api_keys": ["hush"], "trusted_nodes": ["none"]}, " --admin-key KEY"),
+        ({"reader_keys": ["hush"], "trusted_nodes": ["none"]}, " --admin-key KEY"),
         ({"api_keys": ["hush"], "trusted_nodes": ["127.0.0.1/32"]}, ""),
     ],
 )

@@ -87,7 +87,9 @@ def _adding(add: str, to_us: str, url: str, settings: Settings) -> list[str]:
 
 def has_keys(settings: Settings) -> bool:
     """Whether some calls need one."""
-    return bool(settings.admin_keys or settings.admin_keys_file or settings.api_keys or settings.api_keys_file)
+    kinds = (settings.api_keys, settings.admin_keys, settings.reader_keys)
+    files = (settings.api_keys_file, settings.admin_keys_file, settings.reader_keys_file)
+    return any((*kinds, *files))
 
 
 def trusts(url: str, settings: Settings) -> bool:
