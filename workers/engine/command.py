@@ -1,7 +1,7 @@
 """`evenhand engine`: a simulated engine for trying a deployment out, for demonstrations and measurements.
 
 Owns the command's options and the life of the process: listen, say where, register at the proxy the way
-LMDeploy's api_server does, end on a signal. The server is `server`, one connection `http`,
+LMDeploy's api_server does, end on a signal and be registered no more. The server is `server`, one connection `http`,
 what it says `answers`.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import math
 import os
 import signal
@@ -26,6 +27,7 @@ from workers.engine.lmdeploy import LmdeployEngine
 from workers.engine.server import Engine
 
 REGISTER_TIMEOUT_S = 10.0
+LEAVE_TIMEOUT_S = 2.0  # for the way out of the registry: nobody who ends a program waits longer for that
 BACKOFF_S = (0.2, 1.0)  # first and longest pause between two tries to register
 GRACE_S = 3.0  # running answers may go on for so long after a signal; a second signal ends them
 
@@ -103,7 +105,10 @@ async def _serve(args: argparse.Namespace) -> int:
     await told_to_end.wait()
     if registration is not None:
         registration.cancel()
-        await asyncio.gather(registration, return_exceptions=True)
+        (registered,) = await asyncio.gather(registration, return_exceptions=True)
+        # Where it was just trying, the distributor may know it already.
+        if registered is not False:
+            await _leave(args, engine)  # while it listens: what is sent here until then is served
     await engine.stop_listening()
     deadline_s = loop.time() + GRACE_S
     while engine.stats.in_flight and not told_again.is_set() and loop.time() < deadline_s:
@@ -132,8 +137,10 @@ def _url_of(args: argparse.Namespace, engine: Engine) -> str:
     return str(args.url or plain)
 
 
-async def _register(args: argparse.Namespace, engine: Engine) -> None:
+async def _register(args: argparse.Namespace, engine: Engine) -> bool:
     """Post once what LMDeploy's api_server posts when it starts; try again only while nothing answers.
+
+    Returns whether it is registered; not where it was refused.
 
     Source: lmdeploy/serve/openai/api_server.py, `startup_event`: no key, {url, status: {models, role}}.
     `speed` is of the same Status object; api_server itself never sends it, and no key either.
@@ -141,26 +148,19 @@ async def _register(args: argparse.Namespace, engine: Engine) -> None:
     status: dict[str, object] = {"models": list(args.model), "role": int(args.role)}
     if args.speed is not None:
         status["speed"] = args.speed
-    url = _url_of(args, engine)
-    target = args.proxy_url.rstrip("/") + "/nodes/add"
-    timeout = aiohttp.ClientTimeout(total=REGISTER_TIMEOUT_S)
-    headers = {"accept": "application/json"}
-    if key := args.admin_key or os.environ.get("EVENHAND_ADMIN_KEY"):
-        headers["authorization"] = f"Bearer {key}"
+    target, body = _management(args, "add"), {"url": _url_of(args, engine), "status": status}
     pause_s, longest_s = BACKOFF_S
     told = False
-    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+    async with _session(args, REGISTER_TIMEOUT_S) as session:
         while True:
             try:
-                async with session.post(target, json={"url": url, "status": status}) as answer:
+                async with session.post(target, json=body) as answer:
                     if answer.status == 200:
                         print(f"registered at {args.proxy_url}", flush=True)
-                        return
-                    text = (await answer.text())[:300]
+                        return True
                     if answer.status < 500:
-                        hint = "; give --admin-key (EVENHAND_ADMIN_KEY)" if answer.status in (401, 403) else ""
-                        print(f"evenhand engine: {target} refused it: {answer.status} {text}{hint}", file=sys.stderr)
-                        return
+                        await _tell_refusal(target, answer)
+                        return False
             except (aiohttp.ClientError, TimeoutError, OSError) as e:
                 if not told:
                     told = True
@@ -168,6 +168,37 @@ async def _register(args: argparse.Namespace, engine: Engine) -> None:
                     print(f"evenhand engine: can't reach {target} yet, trying again: {reason}", file=sys.stderr)
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, longest_s)
+
+
+async def _leave(args: argparse.Namespace, engine: Engine) -> None:
+    """Be registered no more. Where nobody answers, which is so when all ends at once, that is all there is to do."""
+    target = _management(args, "remove")
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+        async with (
+            _session(args, LEAVE_TIMEOUT_S) as session,
+            session.post(target, json={"url": _url_of(args, engine)}) as answer,
+        ):
+            if answer.status == 200:
+                print(f"removed from {args.proxy_url}", flush=True)
+            else:
+                await _tell_refusal(target, answer)
+
+
+def _management(args: argparse.Namespace, verb: str) -> str:
+    return f"{args.proxy_url.rstrip('/')}/nodes/{verb}"
+
+
+def _session(args: argparse.Namespace, timeout_s: float) -> aiohttp.ClientSession:
+    headers = {"accept": "application/json"}
+    if key := args.admin_key or os.environ.get("EVENHAND_ADMIN_KEY"):
+        headers["authorization"] = f"Bearer {key}"
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers)
+
+
+async def _tell_refusal(target: str, answer: aiohttp.ClientResponse) -> None:
+    text = (await answer.text())[:300]
+    hint = "; give --admin-key (EVENHAND_ADMIN_KEY)" if answer.status in (401, 403) else ""
+    print(f"evenhand engine: {target} refused it: {answer.status} {text}{hint}", file=sys.stderr)
 
 
 def _node_url(text: str) -> str:
