@@ -129,10 +129,18 @@ def test_flags_of_serve_become_settings() -> None:
         ("nodes", "evenhand nodes: the following arguments are required: VERB"),
         ("nodes add a:1", "evenhand nodes add: argument NODE_URL: NODE_URL must start with http:// or https://"),
         ("nodes add http://a --speed -1", "evenhand nodes add: argument --speed: must be a finite number greater than"),
-        ("nodes add http://a --role x", "evenhand nodes add: argument --role: role must be one of 1 Hybrid, 2 Prefill"),
+        ("nodes add http://a --role x", "evenhand nodes add: argument --role: must be one of 1 Hybrid, 2 Prefill"),
+        (
+            "nodes add http://a --bootstrap-port 0",
+            "evenhand nodes add: argument --bootstrap-port: must be a whole number from 1 to 65535, not '0'",
+        ),
         ("nodes drain http://a --timeout-s x", "evenhand nodes drain: argument --timeout-s: must be a number of secon"),
         ("nodes list --url nowhere", "evenhand nodes list: argument --url: a deployment's URL must start with http://"),
-        ("engine --port 70000", "evenhand engine: argument --port: "),
+        (
+            "engine --port 70000",
+            "evenhand engine: argument --port: must be a whole number from 0 to 65535, not '70000'",
+        ),
+        ("engine --chunks -1", "evenhand engine: argument --chunks: must be a whole number of at least 0, not '-1'"),
     ],
 )
 def test_a_wrong_value_ends_with_one_clear_line_and_exit_code_2(
@@ -144,6 +152,26 @@ def test_a_wrong_value_ends_with_one_clear_line_and_exit_code_2(
     *usage, last = captured.err.splitlines()
     assert last.startswith(line)
     assert all(text.startswith("usage: ") for text in usage) and len(usage) <= 1
+
+
+@pytest.mark.parametrize(
+    ("value", "nodes", "engine"),
+    [
+        ("x", "nodes add http://a --role", "engine --role"),
+        ("nan", "nodes add http://a --speed", "engine --speed"),
+        ("0", "nodes add http://a --speed", "engine --speed"),
+        ("-1", "nodes drain http://a --timeout-s", "engine --gap-s"),
+        ("inf", "nodes drain http://a --timeout-s", "engine --ttft-s"),
+    ],
+)
+def test_what_is_wrong_with_a_value_is_said_in_the_same_words_by_every_command(
+    capsys: pytest.CaptureFixture[str], value: str, nodes: str, engine: str
+) -> None:
+    said = []
+    for words in (nodes, engine):
+        assert run(*words.split(), value) == 2
+        said.append(capsys.readouterr().err.rpartition(words.rpartition(" ")[2])[2])
+    assert said[0] == said[1] and said[0].startswith(": must be ") and said[0].endswith(f", not {value!r}\n")
 
 
 def test_serve_tells_of_variables_that_are_no_setting_and_never_their_values(

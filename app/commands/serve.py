@@ -23,6 +23,7 @@ from app.settings import (
     variables_of,
     warnings_of,
 )
+from app.terminal import arguments
 
 METAVARS = {
     "config": "FILE",
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
     parser.add_argument(
         "--simulate",
-        type=_count,
+        type=arguments.whole_number(0, 100),
         default=0,
         metavar="N",
         help="Start N simulated engines too, which register themselves: to try things out without a GPU. Default 0.",
@@ -139,9 +140,3 @@ def _default(field: FieldInfo) -> str:
     if field.default == "default":
         return '"default"'
     return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
-
-
-def _count(text: str) -> int:
-    if text.isdecimal() and int(text) <= 100:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 100, not {text!r}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import math
 import os
 import signal
 import sys
@@ -20,7 +19,8 @@ from typing import Any
 import aiohttp
 
 from app.errors import BadRequest
-from app.nodes import Role, normalise_url, parse_role, parse_speed
+from app.nodes import Role, normalise_url
+from app.terminal import arguments
 from workers.engine.answers import Knobs
 from workers.engine.encoder import EncoderEngine
 from workers.engine.lmdeploy import LmdeployEngine
@@ -34,11 +34,25 @@ GRACE_S = 3.0  # running answers may go on for so long after a signal; a second 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=_port, default=0, help="port to listen on; 0, the default: any free one")
+    parser.add_argument(
+        "--port",
+        type=arguments.whole_number(0, 65535),
+        default=0,
+        help="port to listen on; 0, the default: any free one",
+    )
     parser.add_argument("--model", nargs="+", default=["sim"], help="names of the models served (default: sim)")
-    parser.add_argument("--ttft-s", type=_seconds, default=0.05, help="to the first chunk, s (default: %(default)s)")
-    parser.add_argument("--gap-s", type=_seconds, default=0.02, help="between chunks, s (default: %(default)s)")
-    parser.add_argument("--chunks", type=_count, default=16, help="chunks of an answer, at most (default: %(default)s)")
+    parser.add_argument(
+        "--ttft-s", type=arguments.seconds(), default=0.05, help="to the first chunk, s (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--gap-s", type=arguments.seconds(), default=0.02, help="between chunks, s (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--chunks",
+        type=arguments.whole_number(),
+        default=16,
+        help="chunks of an answer, at most (default: %(default)s)",
+    )
     parser.add_argument("--text", default="token", help="what the chunks say (default: %(default)s)")
     parser.add_argument("--key", default="", help="ask for this key on every path")
     parser.add_argument(
@@ -50,14 +64,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--url", help="the address to register, where others reach it by another than --host")
     parser.add_argument(
-        "--role", type=_role, default=Role.Hybrid, help="Hybrid, Prefill, Decode, Encode (an encoder) or 1 to 4"
+        "--role",
+        type=arguments.role,
+        default=Role.Hybrid,
+        help="Hybrid, Prefill, Decode, Encode (an encoder) or 1 to 4",
     )
     parser.add_argument(
         "--pd-protocol",
         choices=["lmdeploy"],
         help="speak DistServe, with books of sessions and links at GET /sim/books; --role is Prefill or Decode",
     )
-    parser.add_argument("--speed", type=_speed, help="the node's speed, any unit, the same for all nodes")
+    parser.add_argument("--speed", type=arguments.speed, help="the node's speed, any unit, the same for all nodes")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -206,42 +223,3 @@ def _node_url(text: str) -> str:
         return normalise_url(text, field="it")
     except BadRequest as e:
         raise argparse.ArgumentTypeError(e.message) from e
-
-
-def _port(text: str) -> int:
-    if text.isdecimal() and int(text) <= 65535:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"must be 0 to 65535, not {text!r}")
-
-
-def _count(text: str) -> int:
-    if text.isdecimal():
-        return int(text)
-    raise argparse.ArgumentTypeError(f"must be a whole number, 0 or more, not {text!r}")
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if math.isfinite(value) and value >= 0:
-        return value
-    raise argparse.ArgumentTypeError(f"must be a number of seconds, 0 or more, not {text!r}")
-
-
-def _role(text: str) -> Role:
-    try:
-        return parse_role(text)
-    except BadRequest as e:
-        raise argparse.ArgumentTypeError(e.message) from e
-
-
-def _speed(text: str) -> float:
-    try:
-        speed = parse_speed(float(text))
-        if speed is not None:
-            return speed
-    except (ValueError, BadRequest):
-        pass
-    raise argparse.ArgumentTypeError(f"must be a finite number greater than 0, not {text!r}")
