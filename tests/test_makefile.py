@@ -48,6 +48,6 @@ def test_make_alone_runs_and_says_where_the_others_are() -> None:
     ],
 )
 def test_flags_that_are_taken_for_targets_are_told_where_they_go(words: list[str], instead: str) -> None:
-    said = make(*words)
+    said = make("-n", *words)
     assert (said.returncode, said.stdout) == (2, "")
     assert said.stderr.endswith(f"flags go into ARGS: {instead}.  Stop.\n")
