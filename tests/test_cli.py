@@ -436,6 +436,28 @@ def test_the_greetings_commands_have_what_they_need(flags: dict[str, Any], optio
     assert "--role" not in text and "hush" not in text
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"server_name": "0.0.0.0", "api_keys": ["k"]}, True),
+        ({"server_name": "10.0.0.1", "api_keys": ["k"]}, True),
+        ({"server_name": "127.0.0.1", "api_keys": ["k"]}, False),
+        ({"server_name": "::1", "api_keys": ["k"]}, False),
+        ({"server_name": "localhost", "api_keys": ["k"]}, False),
+        ({"server_name": "127.0.0.1", "trusted_nodes": ["none"], "api_keys": ["k"]}, True),
+        ({"server_name": "127.0.0.1", "trusted_nodes": ["10.0.0.0/8"], "api_keys": ["k"]}, True),
+        ({"server_name": "0.0.0.0"}, False),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["Hybrid", "DistServe"])
+def test_the_greeting_tells_of_trusted_networks_where_an_engine_may_be_in_another(
+    flags: dict[str, Any], told: bool, strategy: str
+) -> None:
+    settings = Settings.load({"redis_url": "redis://r", "serving_strategy": strategy, **flags})
+    text = greeting(Endpoint(settings).url, settings, [], None, embedded=False)
+    assert ("must be in --trusted-nodes" in text) is told
+
+
 @pytest.mark.parametrize("protocol", ["lmdeploy", "nixl"])
 def test_the_greeting_names_the_roles_where_prefill_and_decode_are_separate(protocol: str) -> None:
     flags = {"redis_url": "redis://r", "serving_strategy": "DistServe", "pd_protocol": protocol}
