@@ -1,6 +1,7 @@
 # What a fresh machine needs: GNU make and Python >= 3.11 with venv. Everything else is set up here.
 #
-#   make run                       two workers, a Redis of its own, three simulated engines; Ctrl-C ends all of it
+#   make run                       two workers, a Redis of its own, three simulated engines; Ctrl-C ends all of it.
+#                                  So does make alone
 #   make run NODES="http://a:23333 http://b:23333"           with your engines instead
 #   make run WORKERS=4             or EVENHAND_WORKERS; without either, 2
 #   make run ARGS="--server-port 9000 --workers 4"           any flags of `evenhand serve`
@@ -15,6 +16,7 @@
 #   make licences                  docs/licences.md anew, after a change of requirements.lock
 #   make dist                      sdist and wheel, in dist/ (docs/releasing.md)
 #   make clean                     remove the environment
+#   make help                      this list
 
 VENV ?= .venv
 # The first Python that is new enough. Before others one that can make a venv, and before these one that was built with
@@ -41,9 +43,16 @@ pip := $(py) -m pip --disable-pip-version-check --quiet
 install = { $(VENV)/bin/uv pip install --quiet --python $(py) --require-hashes -r $(1) 2>/dev/null || \
 	$(pip) install --require-hashes -r $(1); }
 
-.PHONY: run test test-wide test-long chaos bench lint docs format licences dist clean
+.PHONY: run test test-wide test-long chaos bench lint docs format licences dist clean help
+
+# `make run -- --workers 4`: to make these words are targets.
+ifneq ($(filter -%,$(MAKECMDGOALS)),)
+verb := $(firstword $(filter-out -%,$(firstword $(MAKECMDGOALS))) run)
+$(error flags go into ARGS: make $(verb) ARGS="$(filter-out $(verb),$(MAKECMDGOALS))")
+endif
 
 run: $(VENV)/.run
+	$(if $(MAKECMDGOALS),,@echo "make run; make help says what else there is")
 	@exec $(py) -m app.cli serve $(if $(WORKERS),--workers $(WORKERS)) \
 		$(if $(NODES),--nodes $(NODES)) $(if $(named),,--simulate 3) $(ARGS)
 
@@ -112,3 +121,7 @@ $(VENV)/bin/pip:
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+
+# The list at the head of this file.
+help:
+	@sed -n '/^#$$/d; s/^# \{0,3\}//p; /^$$/q' $(firstword $(MAKEFILE_LIST))

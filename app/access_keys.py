@@ -80,8 +80,11 @@ def digest_of(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def read_keys(path: Path, *, for_admins: bool = False) -> tuple[AccessKey, ...]:
+def read_keys(path: Path, *, of_clients: bool = True) -> tuple[AccessKey, ...]:
     """The keys of a file: one a line, or TOML with a `[[keys]]` for each.
+
+    Args:
+        of_clients: API keys, which may be limited to some models; others ask for none.
 
     Raises:
         KeysFileError: it can't be read, has no key, or anything in it is wrong.
@@ -92,8 +95,8 @@ def read_keys(path: Path, *, for_admins: bool = False) -> tuple[AccessKey, ...]:
         raise KeysFileError(f"{path}: has no key")
     if len({key.digest for key in found}) < len(found):
         raise KeysFileError(f"{path}: has a key twice")
-    if for_admins and any(key.models is not None for key in found):
-        raise KeysFileError(f"{path}: an admin key has no models: it is for nodes")
+    if not of_clients and any(key.models is not None for key in found):
+        raise KeysFileError(f"{path}: only an API key has models")
     return tuple(found)
 
 
@@ -166,9 +169,9 @@ def _texts(value: object) -> bool:
 class KeysFile:
     """A file of keys as it was when it was last right. `keys` is empty until `look` has once returned True."""
 
-    def __init__(self, path: Path, *, for_admins: bool = False) -> None:
+    def __init__(self, path: Path, *, of_clients: bool = True) -> None:
         self.path = path
-        self._for_admins = for_admins
+        self._of_clients = of_clients
         self.keys: tuple[AccessKey, ...] = ()
         self._file = LookedAt(path)
         self._told = ""
@@ -181,7 +184,7 @@ class KeysFile:
         try:
             if not self._file.is_due():
                 return False
-            keys = read_keys(self.path, for_admins=self._for_admins)
+            keys = read_keys(self.path, of_clients=self._of_clients)
             if not self._file.take(os.stat(self.path)):
                 return False
         except OSError as e:
@@ -208,8 +211,8 @@ class KeyRing:
     """All keys of a worker: those of its settings, and those of the files as they are now.
 
     Args:
-        api, admin: keys as they are written.
-        api_file, admin_file: looked at by `start` and, twice a second, by `run`.
+        api, admin, reader: keys as they are written.
+        api_file, admin_file, reader_file: looked at by `start` and, twice a second, by `run`.
     """
 
     def __init__(
@@ -217,20 +220,24 @@ class KeyRing:
         *,
         api: Iterable[str] = (),
         admin: Iterable[str] = (),
+        reader: Iterable[str] = (),
         api_file: Path | None = None,
         admin_file: Path | None = None,
+        reader_file: Path | None = None,
     ) -> None:
-        self._given = tuple(map(access_key, api)), tuple(map(access_key, admin))
+        self._given = [tuple(map(access_key, given)) for given in (api, admin, reader)]
         self._files = (
             None if api_file is None else KeysFile(api_file),
-            None if admin_file is None else KeysFile(admin_file, for_admins=True),
+            None if admin_file is None else KeysFile(admin_file, of_clients=False),
+            None if reader_file is None else KeysFile(reader_file, of_clients=False),
         )
         self.api: tuple[AccessKey, ...] = ()
         self.admin: tuple[AccessKey, ...] = ()
+        self.reader: tuple[AccessKey, ...] = ()
         self._collect()
 
     def __repr__(self) -> str:
-        return f"<KeyRing api={len(self.api)} admin={len(self.admin)}>"
+        return f"<KeyRing api={len(self.api)} admin={len(self.admin)} reader={len(self.reader)}>"
 
     @property
     def asks_for_keys(self) -> bool:
@@ -257,7 +264,7 @@ class KeyRing:
 
     def _collect(self) -> None:
         # Those of a file last: they may say more of a key that is given twice, and then only that counts.
-        self.api, self.admin = (
+        self.api, self.admin, self.reader = (
             tuple({key.digest: key for key in (*given, *(file.keys if file is not None else ()))}.values())
             for given, file in zip(self._given, self._files, strict=True)
         )

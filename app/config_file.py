@@ -89,7 +89,7 @@ def others_can_read(path: Path) -> bool:
 
 def _hint(written: str, names: Collection[str], tables: Collection[str]) -> str:
     if written == "keys":
-        return "; [[keys]] belongs into the file that api-keys-file or admin-keys-file names"
+        return "; [[keys]] belongs into the file that api-keys-file, admin-keys-file or reader-keys-file names"
     near = nearest(written.replace("_", "-"), [*(name.replace("_", "-") for name in names), *tables])
     return f"; did you mean {near}?" if near else ""
 

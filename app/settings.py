@@ -177,9 +177,9 @@ def _check_keys_file(value: Path) -> Path:
     return value
 
 
-def _check_admin_keys_file(value: Path) -> Path:
+def _check_file_of_other_keys(value: Path) -> Path:
     if SOURCES_VARIABLE not in os.environ:
-        read_keys(value, for_admins=True)
+        read_keys(value, of_clients=False)
     return value
 
 
@@ -625,8 +625,16 @@ class Settings(BaseSettings):
         description="Keys for /nodes/*, /distserve/*, /start_profile and /stop_profile; where there are none, "
         "the API keys count.",
     )
-    admin_keys_file: Annotated[FilePath, AfterValidator(_check_admin_keys_file)] | None = Field(
+    admin_keys_file: Annotated[FilePath, AfterValidator(_check_file_of_other_keys)] | None = Field(
         None, description="File with more admin keys, a key a line; read again whenever it changes."
+    )
+    reader_keys: Keys = Field(
+        (),
+        description="Keys that only read, for Prometheus and whoever looks on: GET of /metrics, /nodes/status, "
+        "/nodes/explain, /distserve/links and the live page's data.",
+    )
+    reader_keys_file: Annotated[FilePath, AfterValidator(_check_file_of_other_keys)] | None = Field(
+        None, description="File with more reader keys, a key a line; read again whenever it changes."
     )
     trusted_nodes: Networks = Field(
         ("127.0.0.0/8", "::1/128"),
@@ -810,7 +818,7 @@ def warnings_of(settings: Settings, sources: Mapping[str, str]) -> list[str]:
     """What is allowed and better not so, or changes nothing, a line for each."""
     secrets = [flag_of(name)[2:] for name, source in sources.items() if is_secret(name) and is_of_file(source)]
     held = {settings.config: ", ".join(secrets)} if secrets else {}
-    for path in (settings.api_keys_file, settings.admin_keys_file):
+    for path in (settings.api_keys_file, settings.admin_keys_file, settings.reader_keys_file):
         with contextlib.suppress(ValueError):
             if path is not None and any(key.plain for key in read_keys(path)):
                 held[path] = "keys"
@@ -866,7 +874,7 @@ def is_list(field: FieldInfo) -> bool:
 
 def is_secret(name: str) -> bool:
     """Whether a value of the field must not be shown: keys, and a URL that may hold a password."""
-    return name in ("api_keys", "admin_keys", "engine_key", "redis_url")
+    return name in ("api_keys", "admin_keys", "reader_keys", "engine_key", "redis_url")
 
 
 def choices_of(field: FieldInfo) -> tuple[str, ...]:

@@ -91,15 +91,16 @@ def test_a_wrong_file_is_told_without_its_keys(file: Path, text: str, line: str)
 
 
 def test_a_wrong_or_absent_file_is_an_error_at_start(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("api_keys_file", "admin_keys_file"):
+    for name in ("api_keys_file", "admin_keys_file", "reader_keys_file"):
         flag = "--" + name.replace("_", "-")
         with pytest.raises(ConfigurationError) as caught:
             Settings.load({name: str(file)})
         assert caught.value.message == f"{flag}: {file}: can't be read: No such file or directory"
     file.write_text('[[keys]]\nkey = "a"\nmodels = ["m"]\n')
     assert Settings.load({"api_keys_file": str(file)}).api_keys_file == file
-    with pytest.raises(ConfigurationError, match="an admin key has no models"):
-        Settings.load({"admin_keys_file": str(file)})
+    for name in ("admin_keys_file", "reader_keys_file"):
+        with pytest.raises(ConfigurationError, match="only an API key has models"):
+            Settings.load({name: str(file)})
 
 
 @pytest.mark.timeout(5)
@@ -127,15 +128,16 @@ def changed(watched: KeysFile) -> bool:
     return watched.look()
 
 
-def test_a_file_of_admin_keys_has_no_models_when_it_is_read_again_either(file: Path) -> None:
+@pytest.mark.parametrize("kind", ["admin", "reader"])
+def test_a_file_of_other_keys_has_no_models_when_it_is_read_again_either(file: Path, kind: str) -> None:
     file.write_text("sk-admin\n")
     age(file)
-    watched = KeysFile(file, for_admins=True)
+    watched = KeysFile(file, of_clients=False)
     assert watched.look()
     file.write_text('[[keys]]\nkey = "sk-team"\nmodels = ["m"]\n')
     assert not changed(watched) and watched.keys == (access_key("sk-admin"),)
-    ring = KeyRing(admin_file=file)
-    assert ring._look() and not ring.admin  # nor does a worker that starts now take it
+    ring = KeyRing(**{f"{kind}_file": file})  # type: ignore[arg-type]
+    assert ring._look() and not getattr(ring, kind)  # nor does a worker that starts now take it
 
 
 def test_a_file_is_read_again_when_it_changes_and_only_then(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +240,7 @@ def test_a_key_for_some_models_is_no_admin_key_and_opens_no_door_to_others(file:
     who = Authority(ring, trusted_networks=())
     for headers in (bearer("sk-few"), []):
         with pytest.raises((Forbidden, Unauthorized)):
-            who.check_reader(headers, STRANGER)
+            who.check_viewer(headers, STRANGER)
         with pytest.raises((Forbidden, Unauthorized)):
             who.check_admin(headers, STRANGER)
     file.write_text('[[keys]]\nkey = "sk-few"\nmodels = ["m"]\n[[keys]]\nkey = "sk-all"\n')
@@ -247,6 +249,23 @@ def test_a_key_for_some_models_is_no_admin_key_and_opens_no_door_to_others(file:
     who.check_admin(bearer("sk-all"), STRANGER)
     with pytest.raises(Forbidden):
         who.check_admin(bearer("sk-few"), STRANGER)
+
+
+def test_a_reader_key_that_is_taken_out_of_its_file_opens_nothing_any_more(file: Path) -> None:
+    file.write_text("sk-old\nsk-new\n")
+    ring = KeyRing(admin=["sk-admin"], reader=["sk-given"], reader_file=file)
+    asyncio.run(ring.start())
+    who = Authority(ring, trusted_networks=())
+    for key in ("sk-given", "sk-old", "sk-new"):
+        who.check_reader(bearer(key), STRANGER)
+    file.write_text("sk-new\n")
+    ring._look()
+    ring._look()
+    for key in ("sk-given", "sk-new"):
+        who.check_reader(bearer(key), STRANGER)
+    with pytest.raises(Unauthorized):
+        who.check_reader(bearer("sk-old"), STRANGER)
+    assert "sk-" not in repr(ring)
 
 
 def test_a_key_that_a_file_limits_is_no_admin_key_though_a_setting_has_it_too(file: Path) -> None:

@@ -129,10 +129,18 @@ def test_flags_of_serve_become_settings() -> None:
         ("nodes", "evenhand nodes: the following arguments are required: VERB"),
         ("nodes add a:1", "evenhand nodes add: argument NODE_URL: NODE_URL must start with http:// or https://"),
         ("nodes add http://a --speed -1", "evenhand nodes add: argument --speed: must be a finite number greater than"),
-        ("nodes add http://a --role x", "evenhand nodes add: argument --role: role must be one of 1 Hybrid, 2 Prefill"),
+        ("nodes add http://a --role x", "evenhand nodes add: argument --role: must be one of 1 Hybrid, 2 Prefill"),
+        (
+            "nodes add http://a --bootstrap-port 0",
+            "evenhand nodes add: argument --bootstrap-port: must be a whole number from 1 to 65535, not '0'",
+        ),
         ("nodes drain http://a --timeout-s x", "evenhand nodes drain: argument --timeout-s: must be a number of secon"),
         ("nodes list --url nowhere", "evenhand nodes list: argument --url: a deployment's URL must start with http://"),
-        ("engine --port 70000", "evenhand engine: argument --port: "),
+        (
+            "engine --port 70000",
+            "evenhand engine: argument --port: must be a whole number from 0 to 65535, not '70000'",
+        ),
+        ("engine --chunks -1", "evenhand engine: argument --chunks: must be a whole number of at least 0, not '-1'"),
     ],
 )
 def test_a_wrong_value_ends_with_one_clear_line_and_exit_code_2(
@@ -144,6 +152,26 @@ def test_a_wrong_value_ends_with_one_clear_line_and_exit_code_2(
     *usage, last = captured.err.splitlines()
     assert last.startswith(line)
     assert all(text.startswith("usage: ") for text in usage) and len(usage) <= 1
+
+
+@pytest.mark.parametrize(
+    ("value", "nodes", "engine"),
+    [
+        ("x", "nodes add http://a --role", "engine --role"),
+        ("nan", "nodes add http://a --speed", "engine --speed"),
+        ("0", "nodes add http://a --speed", "engine --speed"),
+        ("-1", "nodes drain http://a --timeout-s", "engine --gap-s"),
+        ("inf", "nodes drain http://a --timeout-s", "engine --ttft-s"),
+    ],
+)
+def test_what_is_wrong_with_a_value_is_said_in_the_same_words_by_every_command(
+    capsys: pytest.CaptureFixture[str], value: str, nodes: str, engine: str
+) -> None:
+    said = []
+    for words in (nodes, engine):
+        assert run(*words.split(), value) == 2
+        said.append(capsys.readouterr().err.rpartition(words.rpartition(" ")[2])[2])
+    assert said[0] == said[1] and said[0].startswith(": must be ") and said[0].endswith(f", not {value!r}\n")
 
 
 def test_serve_tells_of_variables_that_are_no_setting_and_never_their_values(
@@ -353,6 +381,7 @@ def test_the_greeting_holds_no_key_and_no_password() -> None:
         {
             "api_keys": ["hush"],
             "admin_keys": ["hush"],
+            "reader_keys": ["hush"],
             "engine_key": "hush",
             "redis_url": "rediss://me:hush@redis:6380/1",
             "server_name": "::",
@@ -395,6 +424,7 @@ def test_the_greeting_knows_how_to_look_behind_sentinels_and_into_a_cluster(url:
         ({"admin_keys": ["hush"]}, ""),
         ({"admin_keys": ["hush"], "trusted_nodes": ["10.0.0.0/8"]}, " --admin-key KEY"),
         ({"api_keys": ["hush"], "trusted_nodes": ["none"]}, " --admin-key KEY"),
+        ({"reader_keys": ["hush"], "trusted_nodes": ["none"]}, " --admin-key KEY"),
         ({"api_keys": ["hush"], "trusted_nodes": ["127.0.0.1/32"]}, ""),
     ],
 )
@@ -404,6 +434,28 @@ def test_the_greetings_commands_have_what_they_need(flags: dict[str, Any], optio
     assert f"nodes add http://HOST:PORT{options}    #" in text and f"nodes list{options}\n" in text
     assert f" top{options}    # in a browser: http://127.0.0.1:8000/dashboard\n" in text
     assert "--role" not in text and "hush" not in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"server_name": "0.0.0.0", "api_keys": ["k"]}, True),
+        ({"server_name": "10.0.0.1", "api_keys": ["k"]}, True),
+        ({"server_name": "127.0.0.1", "api_keys": ["k"]}, False),
+        ({"server_name": "::1", "api_keys": ["k"]}, False),
+        ({"server_name": "localhost", "api_keys": ["k"]}, False),
+        ({"server_name": "127.0.0.1", "trusted_nodes": ["none"], "api_keys": ["k"]}, True),
+        ({"server_name": "127.0.0.1", "trusted_nodes": ["10.0.0.0/8"], "api_keys": ["k"]}, True),
+        ({"server_name": "0.0.0.0"}, False),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["Hybrid", "DistServe"])
+def test_the_greeting_tells_of_trusted_networks_where_an_engine_may_be_in_another(
+    flags: dict[str, Any], told: bool, strategy: str
+) -> None:
+    settings = Settings.load({"redis_url": "redis://r", "serving_strategy": strategy, **flags})
+    text = greeting(Endpoint(settings).url, settings, [], None, embedded=False)
+    assert ("must be in --trusted-nodes" in text) is told
 
 
 @pytest.mark.parametrize("protocol", ["lmdeploy", "nixl"])

@@ -287,6 +287,18 @@ def test_secrets_that_everybody_can_read_are_told(
     assert capsys.readouterr().err == (line if told else "")
 
 
+@pytest.mark.parametrize("kind", ["api", "admin", "reader"])
+def test_files_of_plain_keys_that_everybody_can_read_are_told(
+    write: Write, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    file = write("").parent / "keys"
+    file.write_text("hush\n")
+    file.chmod(0o644)
+    assert run("config", "check", f"--{kind}-keys-file", str(file)) == 0
+    line = f"note: {file} holds keys and every user of this host can read it: chmod o-r\n"
+    assert capsys.readouterr().err == line
+
+
 def test_a_file_of_nodes_that_is_not_there_is_told(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     there = write("")
     absent = there.parent / "nodes.yaml"
@@ -302,7 +314,7 @@ def test_a_file_of_nodes_that_is_not_there_is_told(write: Write, capsys: pytest.
 def test_keys_in_the_file_of_settings_are_sent_to_their_own(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     path = write('[[keys]]\nkey = "hush"\n')
     assert run("config", "check", "--config", str(path)) == 2
-    where = "[[keys]] belongs into the file that api-keys-file or admin-keys-file names"
+    where = "[[keys]] belongs into the file that api-keys-file, admin-keys-file or reader-keys-file names"
     assert capsys.readouterr().err == f"{path}:1: keys is no setting; {where}\n"
 
 

@@ -73,7 +73,7 @@ def environment() -> dict[str, str]:
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """Those of a pod, with the files of keys found here."""
     text = (FOLDER / "evenhand.toml").read_text()
-    for name in ("api-keys", "admin-keys"):
+    for name in ("api-keys", "admin-keys", "reader-keys"):
         (tmp_path / name).write_text("sha256:" + "0f" * 32)
         text = text.replace(f"/etc/evenhand/keys/{name}", str(tmp_path / name))
     (tmp_path / "evenhand.toml").write_text(text)

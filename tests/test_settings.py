@@ -10,7 +10,7 @@ import pytest
 import trustme
 
 from app.errors import ConfigurationError
-from app.settings import Settings, flag_of, misspelt_variables, tls_towards_engines, variables_of
+from app.settings import Settings, flag_of, is_secret, misspelt_variables, tls_towards_engines, variables_of
 
 # The flags of `lmdeploy serve proxy` and their defaults (source: lmdeploy/cli/serve.py, 0.18.0).
 LMDEPLOY_DEFAULTS = {
@@ -189,6 +189,7 @@ def test_a_wrong_variable_is_named_as_the_variable_that_it_is(monkeypatch: pytes
     "flags",
     [
         {"api_keys": ["hush,hush"]},
+        {"reader_keys": ["hush,hush"]},
         {"api_keys": ["hüsh"]},
         {"engine_key": "hush hush"},
         {"redis_url": "http://:hush@redis"},
@@ -204,9 +205,16 @@ def test_a_wrong_secret_is_not_repeated(flags: dict[str, object]) -> None:
     assert "hush" not in text and "hüsh" not in text
 
 
+def test_every_setting_that_holds_a_key_is_a_secret() -> None:
+    keys = {name for name, field in Settings.model_fields.items() if "SecretStr" in str(field.annotation)}
+    assert keys == {"api_keys", "admin_keys", "reader_keys", "engine_key"}
+    assert all(map(is_secret, keys))
+
+
 def test_secrets_are_not_in_the_repr() -> None:
     settings = Settings.load(
-        {"api_keys": ["hush"], "admin_keys": ["hush"], "engine_key": "hush", "redis_url": "redis://:hush@redis"}
+        {name: ["hush"] for name in ("api_keys", "admin_keys", "reader_keys")}
+        | {"engine_key": "hush", "redis_url": "redis://:hush@redis"}
     )
     assert "hush" not in repr(settings) + str(settings)
 
@@ -271,6 +279,7 @@ def test_the_environment_makes_the_same_settings_in_a_child(monkeypatch: pytest.
         {
             "api_keys": ["sk-1", "sk-2"],
             "admin_keys": ["ad"],
+            "reader_keys": ["re"],
             "engine_key": "en",
             "nodes": ["http://a:1", "http://b:2"],
             "trusted_nodes": ["none"],

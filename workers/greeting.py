@@ -74,7 +74,9 @@ def greeting(
 def _adding(add: str, to_us: str, url: str, settings: Settings) -> list[str]:
     topology = Topology.of(settings)
     register = "  lmdeploy serve api_server MODEL --server-name HOST --proxy-url"
-    keyless = "    # it sends no key: its network must be in --trusted-nodes" if has_keys(settings) else ""
+    all_trusted = _is_on_loopback(settings) and trusts(url, settings)
+    needs_trust = has_keys(settings) and not all_trusted
+    keyless = "    # it sends no key: its network must be in --trusted-nodes" if needs_trust else ""
     if not topology.split:
         return [f"{register} {url}{keyless}", f"  {add}{to_us}    # any OpenAI-compatible engine that runs"]
     roles = ["Prefill", "Decode"]
@@ -87,7 +89,17 @@ def _adding(add: str, to_us: str, url: str, settings: Settings) -> list[str]:
 
 def has_keys(settings: Settings) -> bool:
     """Whether some calls need one."""
-    return bool(settings.admin_keys or settings.admin_keys_file or settings.api_keys or settings.api_keys_file)
+    kinds = (settings.api_keys, settings.admin_keys, settings.reader_keys)
+    files = (settings.api_keys_file, settings.admin_keys_file, settings.reader_keys_file)
+    return any((*kinds, *files))
+
+
+def _is_on_loopback(settings: Settings) -> bool:
+    """Whether nobody but this host can call."""
+    try:
+        return ip_address(settings.server_name).is_loopback
+    except ValueError:
+        return settings.server_name == "localhost"
 
 
 def trusts(url: str, settings: Settings) -> bool:

@@ -101,7 +101,7 @@ def _over_http(args: argparse.Namespace) -> Report:
     except CommandError as e:
         mend = "start `evenhand serve`, or name it: --url (EVENHAND_URL)"
         if isinstance(e, Refused):
-            mend = "it is reached; --admin-keys of its `evenhand serve` say which keys it takes"
+            mend = "it is reached; --admin-keys and --reader-keys of its `evenhand serve` say which keys it takes"
         report.add([bad("http.reach", str(e), mend)])
         return report
     try:
@@ -161,7 +161,7 @@ def _without_keys(flags: Mapping[str, object]) -> tuple[Settings, list[str]]:
     try:
         return Settings.load(flags), []
     except ConfigurationError as e:
-        return Settings.load(flags, but=("api_keys_file", "admin_keys_file")), e.lines
+        return Settings.load(flags, but=("api_keys_file", "admin_keys_file", "reader_keys_file")), e.lines
 
 
 def _embedded(settings: Any) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from app.errors import BadRequest
-from app.nodes import Role, about_itself, normalise_url, parse_host_header, parse_role, parse_speed
+from app.nodes import Role, about_itself, normalise_url, parse_host_header
+from app.terminal import arguments
 from app.terminal.by_url import Refused
 from app.terminal.failures import CommandError, readable
 from app.terminal.listed import listed
@@ -44,15 +45,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("node", metavar="NODE_URL", type=_node)
     add.add_argument(
         "--role",
-        type=_role,
+        type=arguments.role,
         help=f"one of {', '.join(role.name for role in Role)}; default: as registered, else Hybrid",
     )
     add.add_argument(
         "--models", nargs="+", metavar="MODEL", help="models that it serves; not given: the engine is asked"
     )
-    add.add_argument("--speed", type=_speed, help="any unit, the same for all nodes; default: the others' average")
     add.add_argument(
-        "--bootstrap-port", type=int, help="prefill nodes of mooncake and sglang: port of their bootstrap server"
+        "--speed", type=arguments.speed, help="any unit, the same for all nodes; default: the others' average"
+    )
+    add.add_argument(
+        "--bootstrap-port",
+        type=arguments.whole_number(1, 65535),
+        help="prefill nodes of mooncake and sglang: port of their bootstrap server",
     )
     add.add_argument(
         "--host-header",
@@ -67,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drain.add_argument("node", metavar="NODE_URL", type=_node)
     drain.add_argument(
         "--timeout-s",
-        type=_seconds,
+        type=arguments.seconds(),
         metavar="SECONDS",
         help="remove it after this long in any case; default: --grace-s of `serve`",
     )
@@ -176,35 +181,8 @@ def _node(text: str) -> str:
         raise argparse.ArgumentTypeError(e.message if "@" in text else f"{e.message}, not {text!r}") from e
 
 
-def _role(text: str) -> int:
-    try:
-        return int(parse_role(text))
-    except BadRequest as e:
-        raise argparse.ArgumentTypeError(f"{e.message}, not {text!r}") from e
-
-
 def _host(text: str) -> str:
     try:
         return parse_host_header(text, field="--host-header")
     except BadRequest as e:
         raise argparse.ArgumentTypeError(f"{e.message}, not {text!r}") from e
-
-
-def _speed(text: str) -> float:
-    try:
-        speed = parse_speed(float(text))
-        if speed is not None:
-            return speed
-    except (ValueError, BadRequest):
-        pass
-    raise argparse.ArgumentTypeError(f"must be a finite number greater than 0, not {text!r}")
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-        if 0 <= seconds < float("inf"):
-            return seconds
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"must be a number of seconds of at least 0, not {text!r}")

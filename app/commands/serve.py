@@ -23,6 +23,7 @@ from app.settings import (
     variables_of,
     warnings_of,
 )
+from app.terminal import arguments
 
 METAVARS = {
     "config": "FILE",
@@ -30,8 +31,10 @@ METAVARS = {
     "server_port": "PORT",
     "api_keys": "KEY",
     "admin_keys": "KEY",
+    "reader_keys": "KEY",
     "api_keys_file": "FILE",
     "admin_keys_file": "FILE",
+    "reader_keys_file": "FILE",
     "engine_key": "KEY",
     "nodes": "URL",
     "alias": "NAME=MODEL",
@@ -62,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
     parser.add_argument(
         "--simulate",
-        type=_count,
+        type=arguments.whole_number(0, 100),
         default=0,
         metavar="N",
         help="Start N simulated engines too, which register themselves: to try things out without a GPU. Default 0.",
@@ -137,9 +140,3 @@ def _default(field: FieldInfo) -> str:
     if field.default == "default":
         return '"default"'
     return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
-
-
-def _count(text: str) -> int:
-    if text.isdecimal() and int(text) <= 100:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 100, not {text!r}")

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from rich.console import Console, Group
 from rich.live import Live
 
+from app.terminal import arguments
 from app.terminal.failures import CommandError, readable
 from app.terminal.feed import Feed, Seen
 from app.terminal.keyboard import keyboard
@@ -41,6 +42,7 @@ TICK_S = 0.2
 """Keys are felt at once, and the age of what is shown goes on."""
 DEFAULT_INTERVAL_S = 1.0
 SHORTEST_S = 0.2
+LONGEST_S = 3600.0
 DUMB = ("dumb", "unknown")
 
 
@@ -51,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="print one picture and end")
     parser.add_argument(
         "--interval-s",
-        type=_interval,
+        type=arguments.seconds(SHORTEST_S, LONGEST_S),
         default=DEFAULT_INTERVAL_S,
         metavar="SECONDS",
         help=f"between two looks at Redis, and two pictures; default {DEFAULT_INTERVAL_S:g}",
@@ -126,13 +128,3 @@ def _ended_in_order() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _interval(text: str) -> float:
-    try:
-        seconds = float(text)
-        if SHORTEST_S <= seconds <= 3600:
-            return seconds
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"must be a number of seconds from {SHORTEST_S:g} to 3600, not {text!r}")

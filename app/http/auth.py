@@ -1,4 +1,4 @@
-"""Who may do what: clients' API keys, admin keys, and the networks that engines register from.
+"""Who may do what: clients' API keys, reader keys, admin keys, and the networks that engines register from.
 
 Owns the rules; it must not know routes. A key that was sent is hashed once, and the digest is compared in constant
 time with all that there are, so that neither a wrong character nor a key's place in the list shows.
@@ -62,11 +62,14 @@ class Authority:
                 raise Unauthorized("The API key is wrong.")
         return key
 
+    def check_viewer(self, headers: HeaderPairs, peer: str | None) -> None:
+        """For what everybody may see where there are no keys at all; else as `check_reader`."""
+        if self._asks or self._keys.admin or self._keys.reader:
+            self.check_reader(headers, peer)
+
     def check_reader(self, headers: HeaderPairs, peer: str | None) -> None:
-        """For what shows the deployment and changes nothing: open where there are no keys at all, else as
-        `check_admin`."""
-        if self._asks or self._keys.admin:
-            self.check_admin(headers, peer)
+        """For what shows the deployment and changes nothing: as `check_admin`, and a reader key will do."""
+        self._check(headers, peer, self._keys.reader)
 
     def check_admin(self, headers: HeaderPairs, peer: str | None) -> None:
         """Let an admin key or a trusted peer pass.
@@ -77,24 +80,29 @@ class Authority:
 
         Raises:
             Unauthorized: no key, or one that is none of ours.
-            Forbidden: a client's key; or no key can help, because none is configured.
+            Forbidden: a key of another kind; or no key can help, because none is configured.
         """
+        self._check(headers, peer, ())
+
+    def _check(self, headers: HeaderPairs, peer: str | None, readers: tuple[AccessKey, ...]) -> None:
         token = _bearer(headers)
-        admin_keys = self._admin_keys
-        if _among(token, admin_keys):
+        keys = self._admin_keys + readers
+        if _among(token, keys):
             return
         if self._trusts(peer) and not _from_foreign_page(headers):
             return
-        if not admin_keys:
+        if not keys:
             raise Forbidden(
                 "This is for trusted hosts (--trusted-nodes) or an admin key, "
                 "and no admin key is configured (--admin-keys)."
             )
+        needed = "a reader key or an admin key" if readers else "an admin key"
         if token is None:
-            raise Unauthorized("This needs an admin key: send `Authorization: Bearer <key>`.")
-        if _among(token, self._keys.api):
-            raise Forbidden("This needs an admin key; an API key is not enough.")
-        raise Unauthorized("The admin key is wrong.")
+            raise Unauthorized(f"This needs {needed}: send `Authorization: Bearer <key>`.")
+        for kind, others in (("an API key", self._keys.api), ("a reader key", self._keys.reader)):
+            if _among(token, others):
+                raise Forbidden(f"This needs {needed}; {kind} is not enough.")
+        raise Unauthorized(f"The {'' if readers else 'admin '}key is wrong.")
 
     def _trusts(self, peer: str | None) -> bool:
         address = _address(peer)

@@ -17,11 +17,12 @@ Schema = dict[str, Any]
 
 _CLIENT: list[Schema] = [{"apiKey": []}, {"xApiKey": []}, {}]
 _ADMIN: list[Schema] = [{"adminKey": []}, {}]
+_READER: list[Schema] = [{"readerKey": []}, *_ADMIN]
 
 _ERRORS = {
     "400": "A field or the body is wrong; `error.param` names the field.",
     "401": "No key, or a wrong one.",
-    "403": "The key is not an admin key.",
+    "403": "The key is of another kind, or none is configured that would do.",
     "404": "Not known here.",
     "413": "The body is too large.",
     "501": "Engines have this route, and in front of many of them it has no meaning.",
@@ -104,6 +105,11 @@ def document() -> Schema:
                     "scheme": "bearer",
                     "description": "One of --admin-keys (or of --api-keys where there are none). "
                     "Not needed from --trusted-nodes.",
+                },
+                "readerKey": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "One of --reader-keys, which opens what changes nothing; an admin key does too.",
                 },
             },
         },
@@ -277,7 +283,7 @@ def _nodes_status() -> Schema:
         "nodesStatus",
         ok=_answer("By node URL.", _json({"type": "object", "additionalProperties": _ref("NodeStatus")})),
         errors=("400", "401", "403", "503"),
-        security=_ADMIN,
+        security=_READER,
         parameters=[_query("all", {"type": "boolean", "default": False}, "Show nodes that are gone, too.")],
     )
 
@@ -453,13 +459,13 @@ def _links() -> Schema:
         errors=("400", "401", "403", "503"),
         description="400 where prefill and decode are not separate. Without links (--pd-protocol nixl, mooncake, "
         "sglang) the table is empty and the counters count.",
-        security=_ADMIN,
+        security=_READER,
     )
 
 
 # --- seeing it -------------------------------------------------------------------------------------
 
-_READERS = "Open to everybody while no keys are configured."
+_OPEN_WITHOUT_KEYS = "Open to everybody while no keys are configured."
 
 
 def _nodes_explain() -> Schema:
@@ -470,8 +476,8 @@ def _nodes_explain() -> Schema:
         ok=_answer("The candidates as they stand now, and who is passed over.", _json(_ref("Explanation"))),
         errors=("400", "401", "403", "404"),
         description="Nothing is counted and no node is asked. While Redis is away by this worker's own counts. "
-        f"{_READERS}",
-        security=_ADMIN,
+        f"{_OPEN_WITHOUT_KEYS}",
+        security=_READER,
         parameters=[
             {
                 "name": "model",
@@ -492,8 +498,8 @@ def _state() -> Schema:
         ok=_answer("All nodes and workers with their counts.", _json(_ref("State"))),
         errors=("401", "403"),
         description="The same whichever worker answers; while Redis is away the last known nodes with this worker's "
-        f"own counts. {_READERS}",
-        security=_ADMIN,
+        f"own counts. {_OPEN_WITHOUT_KEYS}",
+        security=_READER,
     )
 
 
@@ -510,8 +516,8 @@ def _events() -> Schema:
         errors=("401", "403", "503"),
         description="Decisions are shared while somebody looks, up to 5 requests a second of each worker. A viewer "
         "that is behind gets the newest state only. 503 where 50 look at this worker already, or where it stops. "
-        f"{_READERS}",
-        security=_ADMIN,
+        f"{_OPEN_WITHOUT_KEYS}",
+        security=_READER,
     )
 
 
@@ -525,7 +531,7 @@ def _metrics() -> Schema:
         "metrics",
         ok=_answer("All figures, as docs/metrics.md lists them.", {"text/plain": {"schema": {"type": "string"}}}),
         errors=("401", "403"),
-        security=_ADMIN,
+        security=_READER,
         description="Open to everybody while no keys are configured. The same whichever worker answers; what is "
         "shared comes from Redis and is left out while it is away.",
     )
@@ -586,7 +592,10 @@ def _dashboard() -> Schema:
         "Health",
         "The live page: nodes, workers, links and decisions as they are",
         "dashboard",
-        ok=_answer("The page. It holds no data; it asks for them, with an admin key where there are keys.", content),
+        ok=_answer(
+            "The page. It holds no data; it asks for them, with a reader key or an admin key where there are keys.",
+            content,
+        ),
         security=[],
     )
 

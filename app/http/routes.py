@@ -162,12 +162,12 @@ def build_app(
     watch = Watch(seen)
     models, docs, distserve = Models(registry, names), DocsPage(), DistServeRoutes(links)
     dashboard = Dashboard()
-    for_clients, for_admins = _for_clients(authority), _for_admins(authority.check_admin)
-    for_readers = _for_admins(authority.check_reader)
+    for_clients, for_admins = _for_clients(authority), _guarded_by(authority.check_admin)
+    for_readers, for_viewers = _guarded_by(authority.check_reader), _guarded_by(authority.check_viewer)
     # A HEAD, which Starlette would answer like the GET, must not empty the deployment.
     terminate_all = Route("/nodes/terminate_all", for_admins(admin.terminate_all), methods=["GET"])
     terminate_all.methods = {"GET"}
-    events = Route("/dashboard/events", for_readers(watch.events), methods=["GET"])
+    events = Route("/dashboard/events", for_viewers(watch.events), methods=["GET"])
     events.methods = {"GET"}  # a HEAD would be answered without an end
     site = Starlette(
         routes=[
@@ -180,8 +180,8 @@ def build_app(
             Route(RESPONSES + "{response}", for_clients(not_served), methods=["GET", "DELETE"]),
             Route(RESPONSES + "{response}/cancel", for_clients(not_served), methods=["POST"]),
             *(Route(path, for_clients(not_served), methods=["POST"]) for path in OF_ONE_ENGINE),
-            Route("/nodes/explain", for_readers(watch.explain), methods=["GET"]),
-            Route("/nodes/status", for_admins(admin.status), methods=["GET"]),
+            Route("/nodes/explain", for_viewers(watch.explain), methods=["GET"]),
+            Route("/nodes/status", for_readers(admin.status), methods=["GET"]),
             Route("/nodes/add", for_admins(admin.add), methods=["POST"]),
             Route("/nodes/remove", for_admins(admin.remove), methods=["POST"]),
             Route("/nodes/terminate", for_admins(admin.terminate), methods=["POST"]),
@@ -190,12 +190,12 @@ def build_app(
             Route("/stop_profile", for_admins(admin.profile), methods=["POST"]),
             Route("/distserve/connection_warmup", for_admins(distserve.warm_up), methods=["POST"]),
             Route("/distserve/gc", for_admins(distserve.collect), methods=["POST"]),
-            Route("/distserve/links", for_admins(distserve.links), methods=["GET"]),
+            Route("/distserve/links", for_readers(distserve.links), methods=["GET"]),
             Route("/health", health.health, methods=["GET"]),
             Route("/ready", health.ready, methods=["GET"]),
-            Route("/dashboard/state", for_readers(watch.state), methods=["GET"]),
+            Route("/dashboard/state", for_viewers(watch.state), methods=["GET"]),
             events,
-            Route("/metrics", for_readers((metrics or Metrics()).page), methods=["GET"]),
+            Route("/metrics", for_viewers((metrics or Metrics()).page), methods=["GET"]),
             Route("/", docs.page, methods=["GET"]),
             Route("/openapi.json", docs.openapi, methods=["GET"]),
             Route("/swagger-ui/{name}", docs.asset, methods=["GET"], include_in_schema=False),
@@ -220,8 +220,10 @@ def key_ring(settings: Settings) -> KeyRing:
     return KeyRing(
         api=[key.get_secret_value() for key in settings.api_keys],
         admin=[key.get_secret_value() for key in settings.admin_keys],
+        reader=[key.get_secret_value() for key in settings.reader_keys],
         api_file=settings.api_keys_file,
         admin_file=settings.admin_keys_file,
+        reader_file=settings.reader_keys_file,
     )
 
 
@@ -236,7 +238,7 @@ def _for_clients(authority: Authority) -> Callable[[Endpoint], Endpoint]:
     return guard
 
 
-def _for_admins(check: Callable[[HeaderPairs, str | None], None]) -> Callable[[Endpoint], Endpoint]:
+def _guarded_by(check: Callable[[HeaderPairs, str | None], None]) -> Callable[[Endpoint], Endpoint]:
     def guard(endpoint: Endpoint) -> Endpoint:
         async def guarded(request: Request) -> Response:
             peer = request.client.host if request.client is not None else None

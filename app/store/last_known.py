@@ -4,6 +4,9 @@ Owns that file. It must not know Redis, nor decide what the nodes in it are good
 
 All workers of the host write the same, each about a second after a change: the newest stands in the end, and
 whoever finds it there already writes nothing. It holds the engines' keys, so it is for its owner alone.
+
+Files of other deployments beside it stay, however old: from here one that is given up looks like one whose Redis has
+been away for long, which is when it is needed. Half-written ones that a kill has left are removed.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ log = logging.getLogger("evenhand.store")
 
 WRITE_AFTER_S = 1.0
 """After a change: a fleet that changes state at once is written once."""
+LEFT_OVER_AFTER_S = 3600.0
+"""A write takes milliseconds, and on a disk that stalls minutes: what is older has nobody who writes it."""
 FORMAT = 1
 
 
@@ -53,6 +58,7 @@ class LastKnown:
 
     def load(self) -> tuple[Snapshot, float] | None:
         """What stands there, with version 0, and its age in seconds; None where nothing does that can be read."""
+        self._remove_left_over()
         try:
             packed = self._path.read_bytes()
         except FileNotFoundError:
@@ -75,6 +81,12 @@ class LastKnown:
     def forget(self) -> None:
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
+
+    def _remove_left_over(self) -> None:
+        with contextlib.suppress(OSError):  # another worker may be faster, and then has done it
+            for beside in self._path.parent.glob("nodes-*.msgpack.[0-9]*-????????"):
+                if time.time() - beside.stat().st_mtime > LEFT_OVER_AFTER_S:
+                    beside.unlink()
 
     async def close(self) -> None:
         """Write what is not written yet."""

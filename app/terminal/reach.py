@@ -65,7 +65,7 @@ def add_url_options(parser: argparse.ArgumentParser) -> None:
         "--admin-key",
         metavar="KEY",
         default=parser.argument_default,
-        help=f"its admin key, where it asks for one; env {KEY_VARIABLE}",
+        help=f"its admin key, or a reader key to look only, where it asks for one; env {KEY_VARIABLE}",
     )
 
 

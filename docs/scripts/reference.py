@@ -56,11 +56,13 @@ all answers, and Swagger UI at `/`. [Endpoints](endpoints.md) says how the forwa
 Errors are OpenAI's error objects, `{"error": {"message", "type", "param", "code"}}`; some carry LMDeploy's `error_code`
 and `text` beside it. Every answer has an `X-Request-Id`: the client's own, or one that was made.
 
-An API key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`, an admin key as `Authorization: Bearer KEY` only.
+An API key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`, reader keys and admin keys as
+`Authorization: Bearer KEY` only.
 """
 
 CALLERS = {
     "apiKey": "Needs an API key, where there are any.",
+    "readerKey": "Needs a reader key, an admin key, or a connection from a trusted network.",
     "adminKey": "Needs an admin key, or a connection from a trusted network.",
 }
 

@@ -483,12 +483,11 @@ def test_new_decisions_wait_while_one_is_open_or_on_demand(site: Site, open_page
 def test_a_key_is_asked_for_and_kept_in_memory_only(site: Site, open_page: Open) -> None:
     site.key = "s3cret-key"
     page = open_page(site.url)
-    field = page.get_by_label("Admin key", exact=True)
+    field = page.get_by_label("Reader key or admin key", exact=True)
     field.wait_for()
-    assert (
-        page.locator("#key-why").inner_text() == "This needs an admin key."
-    )  # how a program sends it is no matter here
-    assert "This needs an admin key" in page.locator("#key-form").inner_text() and page.locator("main").is_hidden()
+    # How a program sends it is no matter here.
+    assert page.locator("#key-why").inner_text() == "This needs a reader key or an admin key."
+    assert page.locator("#key-form").is_visible() and page.locator("main").is_hidden()
     assert page.locator("#key").evaluate("e => e === document.activeElement")
     field.fill("wrong")
     field.press("Enter")
@@ -505,7 +504,7 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(site: Site, open_page: Open)
     assert "s3cret" not in kept
     assert "s3cret" not in page.content() and page.locator("#key").input_value() == ""
     page.get_by_role("button", name="Forget the key").click()
-    expect_text(page.locator("#key-why"), "This needs an admin key")
+    expect_text(page.locator("#key-why"), "This needs a reader key or an admin key.")
 
 
 def test_a_key_that_is_refused_later_is_asked_for_again(site: Site, open_page: Open) -> None:
@@ -513,9 +512,9 @@ def test_a_key_that_is_refused_later_is_asked_for_again(site: Site, open_page: O
     row(page, ONE).wait_for()
     site.key = "new"
     site.drop()
-    page.get_by_label("Admin key", exact=True).wait_for()
+    page.get_by_label("Reader key or admin key", exact=True).wait_for()
     assert page.locator("#link-text").inner_text() == "needs a key"
-    page.get_by_label("Admin key", exact=True).fill("ключ")
+    page.get_by_label("Reader key or admin key", exact=True).fill("ключ")
     page.get_by_role("button", name="Look").click()
     expect_text(page.locator("#key-why"), "visible ASCII")
 

@@ -305,7 +305,7 @@ class FakeEngines:
 def _settings(written: str) -> Settings:
     """Of a `repr`: what is asked for again and again is loaded once."""
     given = ast.literal_eval(written)
-    for name in ("api_keys", "admin_keys"):
+    for name in ("api_keys", "admin_keys", "reader_keys"):
         if name in given:
             given[name] = tuple(SecretStr(key) for key in given[name])
     return Settings.load(given)

@@ -423,12 +423,15 @@ ADMIN_ROUTES = [
 ]
 
 
+READ_ONLY = [("GET", "/nodes/status"), ("GET", "/distserve/links")]
+
+
 @pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
 async def test_R82_every_admin_route_needs_an_admin_key(
     method: str, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     links = FakeLinks()
-    world = World(nodes=[node()], links=links, api_keys=["client"], admin_keys=["admin"])
+    world = World(nodes=[node()], links=links, api_keys=["client"], admin_keys=["admin"], reader_keys=["reader"])
     body = json.dumps({"url": B, "status": {"models": ["m"]}}).encode()
     stranger = ("203.0.113.9", 1)
 
@@ -442,10 +445,22 @@ async def test_R82_every_admin_route_needs_an_admin_key(
     assert await status(None, (b"x-forwarded-for", b"127.0.0.1")) == 401
     assert await status(None, client=None) == 401
     assert await status(None, (b"sec-fetch-site", b"cross-site"), client=("127.0.0.1", 1)) == 401
+    if (method, path) not in READ_ONLY:
+        assert await status("reader") == 403
     assert not world.registry.calls and not world.engines.calls and not links.calls
     assert "203.0.113.9" in caplog.text and "wrong" not in caplog.text.replace("key is wrong", "")
     for allowed in (await status("admin"), await status(None, client=("127.0.0.1", 1))):
         assert allowed in (200, 404)
+    if (method, path) in READ_ONLY:
+        assert await status("reader") == 200
+
+
+async def test_a_reader_key_asks_no_model() -> None:
+    world = World(nodes=[node()], api_keys=["client"], reader_keys=["reader"])
+    headers = [(b"authorization", b"Bearer reader")]
+    body = json.dumps({"model": "m", "messages": []}).encode()
+    assert (await world.ask("POST", "/v1/chat/completions", body, headers=headers)).status == 401
+    assert (await world.ask("GET", "/v1/models", headers=headers)).status == 401
 
 
 async def test_trusted_nodes_none_trusts_nobody() -> None:

@@ -15,8 +15,9 @@ LOOPBACK = ("127.0.0.0/8", "::1/128")
 STRANGER = "203.0.113.9"
 
 
-def authority(api: str = "", admin: str = "", trusted: tuple[str, ...] = LOOPBACK) -> Authority:
-    return Authority(KeyRing(api=api.split(), admin=admin.split()), trusted_networks=trusted)
+def authority(api: str = "", admin: str = "", trusted: tuple[str, ...] = LOOPBACK, reader: str = "") -> Authority:
+    ring = KeyRing(api=api.split(), admin=admin.split(), reader=reader.split())
+    return Authority(ring, trusted_networks=trusted)
 
 
 def bearer(key: str, scheme: str = "Bearer") -> list[tuple[bytes, bytes]]:
@@ -135,6 +136,56 @@ def test_api_keys_are_admin_keys_where_there_are_no_others() -> None:
     assert admin_says(authority("client"), [], STRANGER) is Unauthorized
 
 
+@pytest.mark.parametrize(
+    ("keys", "key", "viewer", "reader", "admin"),
+    [
+        ({}, None, None, Forbidden, Forbidden),
+        ({"reader": "r"}, None, Unauthorized, Unauthorized, Forbidden),
+        ({"reader": "r"}, "r", None, None, Forbidden),
+        ({"reader": "r"}, "wrong", Unauthorized, Unauthorized, Forbidden),
+        ({"api": "c", "reader": "r"}, "c", None, None, None),  # an admin key, as there are no others
+        ({"api": "c", "reader": "r"}, "r", None, None, Forbidden),
+        ({"api": "c", "admin": "a", "reader": "r1 r2"}, "r2", None, None, Forbidden),
+        ({"api": "c", "admin": "a", "reader": "r"}, "a", None, None, None),
+        ({"api": "c", "admin": "a", "reader": "r"}, "c", Forbidden, Forbidden, Forbidden),
+        ({"api": "c", "admin": "a", "reader": "r"}, None, Unauthorized, Unauthorized, Unauthorized),
+        ({"admin": "a"}, "r", Unauthorized, Unauthorized, Unauthorized),
+    ],
+)
+def test_a_reader_key_opens_what_shows_and_nothing_that_changes(
+    keys: dict[str, str], key: str | None, viewer: object, reader: object, admin: object
+) -> None:
+    who, said = authority(**keys), []
+    for check in (who.check_viewer, who.check_reader, who.check_admin):
+        try:
+            said.append(check([] if key is None else bearer(key), STRANGER))
+        except EvenhandError as e:
+            said.append(type(e))
+    assert said == [viewer, reader, admin]
+
+
+def test_a_reader_key_is_no_api_key_and_comes_as_a_bearer_only() -> None:
+    who = authority("c", "a", reader="r")
+    assert client_says(who, bearer("r")) is client_says(who, [(b"x-api-key", b"r")]) is Unauthorized
+    assert client_says(authority(reader="r"), []) is None, "clients need none where there are no API keys"
+    with pytest.raises(Unauthorized):
+        who.check_reader([(b"x-api-key", b"r")], STRANGER)
+
+
+def test_whoever_is_refused_is_told_which_key_it_takes() -> None:
+    who = authority("c", "a", reader="r")
+    for check, key, words in [
+        (who.check_reader, "c", "This needs a reader key or an admin key; an API key is not enough."),
+        (who.check_admin, "c", "This needs an admin key; an API key is not enough."),
+        (who.check_admin, "r", "This needs an admin key; a reader key is not enough."),
+    ]:
+        with pytest.raises(Forbidden) as caught:
+            check(bearer(key), STRANGER)
+        assert caught.value.message == words
+    with pytest.raises(Unauthorized, match="^This needs an admin key: "):
+        authority("c", "a").check_reader([], STRANGER)
+
+
 def test_without_any_key_only_trusted_peers_administrate() -> None:
     assert admin_says(authority(), [], "127.0.0.1") is None
     assert admin_says(authority(), [], STRANGER) is Forbidden
@@ -192,4 +243,4 @@ def test_our_own_docs_page_in_a_trusted_hosts_browser_needs_none(host: bytes) ->
 
 
 def test_keys_are_never_shown() -> None:
-    assert "secret" not in repr(authority("secret1", "secret2"))
+    assert "secret" not in repr(authority("secret1", "secret2", reader="secret3"))

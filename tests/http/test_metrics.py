@@ -70,6 +70,8 @@ async def test_shared_state_is_there_once() -> None:
         ({"admin_keys": ["a"]}, [], STRANGER, 401),
         ({"admin_keys": ["a"]}, [(b"authorization", b"Bearer a")], STRANGER, 200),
         ({"admin_keys": ["a"], "api_keys": ["k"]}, [(b"authorization", b"Bearer k")], STRANGER, 403),
+        ({"reader_keys": ["r"]}, [], STRANGER, 401),
+        ({"admin_keys": ["a"], "reader_keys": ["r"]}, [(b"authorization", b"Bearer r")], STRANGER, 200),
         ({"api_keys": ["k"]}, [], STRANGER, 401),
         ({"api_keys": ["k"]}, [(b"authorization", b"Bearer k")], STRANGER, 200),
         ({"api_keys": ["k"]}, [], ("127.0.0.1", 1), 200),
@@ -77,7 +79,7 @@ async def test_shared_state_is_there_once() -> None:
         ({"trusted_nodes": []}, [], STRANGER, 200),
     ],
 )
-async def test_it_is_open_without_keys_and_else_for_admins_and_trusted_nodes(
+async def test_it_is_open_without_keys_and_else_for_readers_admins_and_trusted_nodes(
     settings: dict[str, Any], headers: Any, client: Any, status: int
 ) -> None:
     assert (await world(**settings).ask("GET", "/metrics", headers=headers, client=client)).status == status

@@ -92,6 +92,8 @@ async def test_explain_needs_a_model_that_some_node_has() -> None:
         ({"admin_keys": ["a"]}, [], STRANGER, 401),
         ({"admin_keys": ["a"]}, [(b"authorization", b"Bearer a")], STRANGER, 200),
         ({"admin_keys": ["a"], "api_keys": ["k"]}, [(b"authorization", b"Bearer k")], STRANGER, 403),
+        ({"reader_keys": ["r"]}, [], STRANGER, 401),
+        ({"admin_keys": ["a"], "reader_keys": ["r"]}, [(b"authorization", b"Bearer r")], STRANGER, 200),
         ({"api_keys": ["k"]}, [], ("127.0.0.1", 1), 200),
     ],
 )

@@ -253,6 +253,7 @@ def test_gunicorn_alone_serves_by_environment_variables_and_an_engine_registers_
     assert answer.done
     assert len(answer.chunks()) >= 4
     assert engine.stop() == 0
+    assert list(nodes_of(port)) == [fixed.url], "it has taken itself out"
     gunicorn.stop(within_s=15)
 
 

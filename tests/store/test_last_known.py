@@ -119,6 +119,23 @@ async def test_deployments_of_one_host_have_files_of_their_own(tmp_path: Path) -
     assert one.load() is None
 
 
+def test_half_written_files_of_killed_workers_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    one, other = LastKnown.of(tmp_path, "redis a"), LastKnown.of(tmp_path, "redis b")
+    for known in (one, other):
+        known._write_now(Snapshot(1, NODES, KEYS))
+    kept = sorted(tmp_path.iterdir())
+    assert len(kept) == 2
+    copy = tmp_path / f"{kept[0].name}.bak"
+    old = [tmp_path / f"{path.name}.4711-0a1b2c3d" for path in kept]
+    new = tmp_path / f"{kept[0].name}.4712-0a1b2c3d"
+    for path in (copy, *old, new):
+        path.write_bytes(b"sk-secret")
+    for path in (copy, *old, *kept):
+        os.utime(path, (time.time() - 7200,) * 2)
+    assert one.load() is not None
+    assert sorted(tmp_path.iterdir()) == sorted([copy, *kept, new])
+
+
 # --- a worker that starts without Redis -----------------------------------------------------------
 
 

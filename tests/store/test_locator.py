@@ -214,3 +214,17 @@ async def tls_front(target: Path, context: ssl.SSLContext) -> AsyncIterator[int]
         yield server.sockets[0].getsockname()[1]
     finally:
         server.close()
+
+
+async def test_a_connection_of_the_pool_does_not_read_the_librarys_version(
+    redis_server: PrivateRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = locator_of(redis_server.url).client()
+    monkeypatch.setattr("redis.utils.get_lib_version", lambda: pytest.fail("read for a connection"))
+    try:
+        assert await client.ping()
+        id_ = await client.client_id()
+        (itself,) = [entry for entry in await client.client_list() if entry["id"] == str(id_)]
+        assert itself.get("lib-name", "") == itself.get("lib-ver", "") == ""
+    finally:
+        await client.aclose()

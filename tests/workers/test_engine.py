@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import http.server
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import aiohttp
 import openai
@@ -25,7 +29,7 @@ from tests.support.http import request
 from tests.support.process import Process
 from tests.support.template import TEMPLATE
 from tests.support.wait import aeventually, eventually
-from workers.engine.command import add_arguments
+from workers.engine.command import LEAVE_TIMEOUT_S, add_arguments
 
 Factory = Callable[..., SimulatedEngine]
 
@@ -669,7 +673,109 @@ def test_command_registers_once_as_lmdeploy_does(
         assert record.header(b"authorization") is None
         assert json.loads(record.body) == {"url": url, "status": {"models": ["m"], "role": 2, "speed": 2.5}}
         assert process.stop() == 0
-        assert len(proxy.requests) == 2
+        assert [record.path for record in proxy.requests[2:]] == ["/v1/x/nodes/remove"]
+
+
+class Registry:
+    """Stands in for a distributor. `fault`: what becomes of the calls from now on."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str | None, Any]] = []  # path, key, body
+        self.fault: Literal["", "gone", "silent", "refusing"] = ""
+        self._go_on = threading.Event()
+        registry = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                registry.asked.append((self.path, self.headers["authorization"], body))
+                if registry.fault == "gone":
+                    self.close_connection = True
+                elif registry.fault == "silent":
+                    registry._go_on.wait(30)
+                else:
+                    self.send_response(403 if registry.fault else 200)
+                    self.send_header("content-length", "4")
+                    self.end_headers()
+                    self.wfile.write(b'"no"' if registry.fault else b'"ok"')
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._go_on.set()
+            self._server.shutdown()
+            self._thread.join()
+            self._server.server_close()
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
+    monkeypatch.delenv("EVENHAND_ADMIN_KEY", raising=False)
+    registry = Registry()
+    yield registry
+    registry.close()
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "terminate"])
+def test_command_is_registered_no_more_when_it_ends(
+    tmp_path_factory: pytest.TempPathFactory, registry: Registry, how: str
+) -> None:
+    flags = ["--proxy-url", registry.url, "--admin-key", "ad", "--url", "http://engine:23333"]
+    with command(tmp_path_factory, *flags) as (process, url):
+        eventually(lambda: "registered at" in process.log(), within_s=5)
+        if how == "terminate":
+            assert request("GET", url + "/terminate").status == 200
+            assert process.wait(5) == 0
+        else:
+            assert process.stop(signal.Signals[how]) == 0
+        assert process.log().endswith(f"registered at {registry.url}\nremoved from {registry.url}\n")
+    assert [path for path, _, _ in registry.asked] == ["/nodes/add", "/nodes/remove"]
+    assert registry.asked[1][1:] == ("Bearer ad", {"url": "http://engine:23333"})
+
+
+@pytest.mark.parametrize("fault", ["closed", "gone", "silent", "refusing"])
+def test_command_ends_whatever_becomes_of_the_distributor(
+    tmp_path_factory: pytest.TempPathFactory, registry: Registry, fault: Any
+) -> None:
+    with command(tmp_path_factory, "--proxy-url", registry.url) as (process, _):
+        eventually(lambda: "registered at" in process.log(), within_s=5)
+        before = process.log()
+        registry.fault = fault
+        if fault == "closed":
+            registry.close()
+        assert process.stop(within_s=LEAVE_TIMEOUT_S + 3) == 0
+        said = process.log().removeprefix(before)
+    refused = (
+        f'evenhand engine: {registry.url}/nodes/remove refused it: 403 "no"; give --admin-key (EVENHAND_ADMIN_KEY)\n'
+    )
+    assert said == (refused if fault == "refusing" else "")
+    assert len(registry.asked) == (1 if fault == "closed" else 2)
+
+
+def test_command_that_was_refused_removes_nobody(tmp_path_factory: pytest.TempPathFactory, registry: Registry) -> None:
+    registry.fault = "refusing"
+    with command(tmp_path_factory, "--proxy-url", registry.url) as (process, _):
+        eventually(lambda: "refused it: 403" in process.log(), within_s=5)
+        assert process.stop() == 0
+    assert [path for path, _, _ in registry.asked] == ["/nodes/add"]
+
+
+def test_command_that_ends_while_it_registers_leaves_no_entry(
+    tmp_path_factory: pytest.TempPathFactory, registry: Registry
+) -> None:
+    registry.fault = "silent"
+    with command(tmp_path_factory, "--proxy-url", registry.url) as (process, _):
+        eventually(lambda: registry.asked, within_s=5)
+        registry.fault = ""
+        assert process.stop() == 0
+    assert [path for path, _, _ in registry.asked] == ["/nodes/add", "/nodes/remove"]
 
 
 @pytest.mark.parametrize("where", ["flag", "environment"])

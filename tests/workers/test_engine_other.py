@@ -51,6 +51,32 @@ def test_streams_end_in_their_own_way(engine_factory: Factory, path: str, last: 
     assert last in reply.text.strip().split("\n\n")[-1]
 
 
+@pytest.mark.parametrize(
+    ("limit", "text", "reason"),
+    [
+        (2, "token0 token1 ", "max_tokens"),
+        (0, "", "max_tokens"),
+        (3, "token0 token1 token2 ", "end_turn"),
+        (9, "token0 token1 token2 ", "end_turn"),
+        (None, "token0 token1 token2 ", "end_turn"),
+    ],
+)
+def test_a_message_has_as_many_tokens_as_it_may(
+    engine_factory: Factory, limit: int | None, text: str, reason: str
+) -> None:
+    url = engine_factory(chunks=3).url
+    body = {"messages": [], "max_tokens": limit}
+    whole = ask(url, "/v1/messages", body).json()
+    assert (whole["content"][0]["text"], whole["stop_reason"]) == (text, reason)
+    assert whole["usage"] == {"input_tokens": 5, "output_tokens": text.count("token")}
+    lines = ask(url, "/v1/messages", body | {"stream": True}).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    said = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(said) == text and len(said) == text.count("token")
+    (end,) = [event for event in events if event["type"] == "message_delta"]
+    assert (end["delta"]["stop_reason"], end["usage"]["output_tokens"]) == (reason, len(said))
+
+
 def test_a_form_is_transcribed(engine_factory: Factory) -> None:
     url = engine_factory(chunks=1).url + "/v1/audio/transcriptions"
     sent = {"content-type": "multipart/form-data; boundary=x"}

@@ -197,9 +197,14 @@ def embedded(knobs: Knobs, body: bytes) -> Answer:
     return json_answer(200, value, first_s=knobs.ttft_s)
 
 
+def chunks_of(knobs: Knobs, limit: int | None) -> int:
+    """How many chunks an answer has where the request asks for so many tokens at most."""
+    return knobs.chunks if limit is None else max(min(knobs.chunks, limit), 0)
+
+
 def completed(knobs: Knobs, asked: Asked, request_id: str, *, chat: bool) -> Answer:
     limit = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
-    count = knobs.chunks if limit is None else max(min(knobs.chunks, limit), 0)
+    count = chunks_of(knobs, limit)
     finish = "stop" if count == knobs.chunks else "length"
     usage = {"prompt_tokens": 5, "completion_tokens": count, "total_tokens": 5 + count}
     base: dict[str, object] = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from workers.engine.answers import CREATED, Answer, Knobs, as_bytes, error, json_answer
+from workers.engine.answers import CREATED, Answer, Knobs, as_bytes, chunks_of, error, json_answer
 
 Body = dict[str, Any]
 Shape = Callable[[Knobs, str, Body], Body]
@@ -107,15 +107,16 @@ def generated(knobs: Knobs, model: str, asked: Body, count: int | None = None) -
 
 
 def message(knobs: Knobs, model: str, asked: Body) -> Body:
+    count = chunks_of(knobs, asked.get("max_tokens"))
     return {
         "id": "msg_sim",
         "type": "message",
         "role": "assistant",
         "model": model,
-        "content": [{"type": "text", "text": words(knobs)}],
-        "stop_reason": "end_turn",
+        "content": [{"type": "text", "text": words(knobs, count)}],
+        "stop_reason": "end_turn" if count == knobs.chunks else "max_tokens",
         "stop_sequence": None,
-        "usage": {"input_tokens": 5, "output_tokens": knobs.chunks},
+        "usage": {"input_tokens": 5, "output_tokens": count},
     }
 
 
@@ -151,15 +152,19 @@ def generated_stream(knobs: Knobs, model: str, asked: Body) -> Events:
 
 
 def message_stream(knobs: Knobs, model: str, asked: Body) -> Events:
-    begun = message(knobs, model, asked) | {"content": [], "stop_reason": None}
+    whole = message(knobs, model, asked)
+    begun = whole | {"content": [], "stop_reason": None}
     events: Events = [
         ("message_start", {"message": begun}),
         ("content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}}),
     ]
-    for i in range(knobs.chunks):
+    for i in range(whole["usage"]["output_tokens"]):
         delta = {"type": "text_delta", "text": f"{knobs.text}{i} "}
         events.append(("content_block_delta", {"index": 0, "delta": delta}))
-    ended = {"delta": {"stop_reason": "end_turn", "stop_sequence": None}, "usage": {"output_tokens": knobs.chunks}}
+    ended = {
+        "delta": {"stop_reason": whole["stop_reason"], "stop_sequence": None},
+        "usage": {"output_tokens": whole["usage"]["output_tokens"]},
+    }
     events += [("content_block_stop", {"index": 0}), ("message_delta", ended), ("message_stop", {})]
     return [(name, {"type": name} | data) for name, data in events]
 

@@ -18,7 +18,7 @@ export class Refusal extends Error {
 
   /** `withKey`: whether one was sent. Where none was, the server tells how a program sends it. */
   static async of(response, withKey) {
-    if (response.status === 401 && !withKey) return new Refusal(401, "This needs an admin key.");
+    if (response.status === 401 && !withKey) return new Refusal(401, "This needs a reader key or an admin key.");
     let message = `The server answered ${response.status}.`;
     try {
       const said = (await response.json()).error.message;
