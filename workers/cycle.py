@@ -50,7 +50,7 @@ class Cycle:
         self.on_response: Callable[[], None] = protocol.on_response_complete
         self.disconnected = False
         self.keep_alive = keep_alive
-        self.body: bytes | Pieces = b""  # what of it was not taken; most often it comes in one piece
+        self.body: bytes | memoryview | Pieces = b""  # what of it was not taken; most often it comes in one piece
         self.room_bytes = BEFORE_ITS_TURN_BYTES  # for what was not taken
         self.more_body = True
         self.response_started = False

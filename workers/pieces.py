@@ -9,8 +9,8 @@ LARGE_BYTES = 4096
 class Pieces:
     __slots__ = ("_pieces", "_size_bytes")
 
-    def __init__(self, first: bytes) -> None:
-        self._pieces: list[bytes | bytearray] = [first]
+    def __init__(self, first: bytes | memoryview) -> None:
+        self._pieces: list[bytes | bytearray | memoryview] = [first]
         self._size_bytes = len(first)
 
     def __repr__(self) -> str:
@@ -22,7 +22,7 @@ class Pieces:
     def __bytes__(self) -> bytes:
         return b"".join(self._pieces)
 
-    def add(self, piece: bytes) -> None:
+    def add(self, piece: bytes | memoryview) -> None:
         self._size_bytes += len(piece)
         pieces = self._pieces
         if len(piece) >= LARGE_BYTES:

@@ -167,23 +167,22 @@ class Protocol(HttpToolsProtocol):
         self._overhead_bytes = 0
         self._cycles = (cycle,)
         self._start_asgi_task(cycle, self.app)
-        body = data[headers.end :]
-        if len(body) == headers.length:
+        if len(data) - headers.end == headers.length:
             self._body_bytes += headers.length
-            cycle.body, cycle.more_body = body, False
+            cycle.body, cycle.more_body = data[headers.end :], False
             cycle.set()
         else:
             self._left_bytes = headers.length
             self._in_head = False
-            self._read_body(body)
+            self._read_body(memoryview(data)[headers.end :])  # copied once all of it is there
         return True
 
-    def _read_body(self, data: bytes) -> None:
+    def _read_body(self, data: bytes | memoryview) -> None:
         """What follows a head that came before; behind the body's end the next request begins."""
         left = self._left_bytes
         rest = b""
         if len(data) > left:
-            data, rest = data[:left], data[left:]
+            data, rest = data[:left], bytes(data[left:])
         self._left_bytes = left = left - len(data)
         if data:
             self._take(data)
@@ -277,7 +276,7 @@ class Protocol(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             self._take(body)
 
-    def _take(self, body: bytes) -> None:
+    def _take(self, body: bytes | memoryview) -> None:
         self._body_bytes += len(body)
         cycle = self.cycle
         if cycle.response_complete:
@@ -286,7 +285,7 @@ class Protocol(HttpToolsProtocol):
         if not held:
             cycle.body = held = body
         else:
-            if isinstance(held, bytes):
+            if not isinstance(held, Pieces):
                 cycle.body = held = Pieces(held)
             held.add(body)
         if len(held) > cycle.room_bytes:

@@ -47,6 +47,9 @@ _NAMES = re.compile(rb'"model"[ \t\r\n]*:[ \t\r\n]*("[^"\\]*(?:\\.[^"\\]*)*")').
 NAMES_TRIED = 4
 """Each try is another look at the whole body."""
 
+LARGE_BYTES, LONG_BYTES = 32 * 1024, 16 * 1024
+"""Bodies and texts in them from which on it pays to pass over texts unread."""
+
 INTERNAL = _Peek.__struct_fields__[2:]
 _NOTHING = (UNSET,) * (len(INTERNAL) + 1)
 
@@ -66,6 +69,8 @@ def peek(
     Raises:
         BadRequest: no JSON object, no model, or an internal field that is not null.
     """
+    if len(body) > LARGE_BYTES and (model := _model_of_large(body)):
+        return model, body
     try:
         found = _peek(body)
     except msgspec.ValidationError as e:
@@ -81,6 +86,33 @@ def peek(
     if not allow_transfer_params and msgspec.structs.astuple(found)[1:] != _NOTHING:
         body = _without_internal(found, body)
     return found.model or "", body
+
+
+def _model_of_large(body: bytes) -> str | None:
+    """The model of a body with long texts, images most often; None: it has to be read whole.
+
+    What stands between two quotes, without a backslash, is a text or what is between two texts. Cut out, the first
+    leaves an empty text and the second no JSON, for there two texts touch. So what still is JSON has the same fields,
+    though nobody has looked into the texts: an engine that minds a bare line end there says so itself.
+    """
+    kept = []
+    at, begun, size = LONG_BYTES, 0, len(body)
+    while at < size:
+        first, last = body.rfind(b'"', begun, at), body.find(b'"', at)
+        if last < 0:
+            break
+        if first >= 0 and last - first > LONG_BYTES and body.find(b"\\", first, last) < 0:
+            kept.append(body[begun : first + 1])
+            begun = last
+        at = last + LONG_BYTES
+    if not kept:
+        return None
+    kept.append(body[begun:])
+    try:
+        found = _peek(b"".join(kept))
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return (found.model or None) if msgspec.structs.astuple(found)[1:] == _NOTHING else None
 
 
 def renamed(body: bytes, model: str) -> bytes:
