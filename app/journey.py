@@ -48,12 +48,16 @@ class Leg:
     span_id: int = 0
 
 
-@dataclass(slots=True)
 class Journey:
-    tries: list[Try] = field(default_factory=list)
-    legs: list[Leg] = field(default_factory=list)
-    watched: bool = False
-    trace: Trace | None = None
+    """`trace`: of a request that is traced."""
+
+    __slots__ = ("legs", "trace", "tries", "watched")
+
+    def __init__(self, *, watched: bool = False, trace: Trace | None = None) -> None:
+        self.tries: list[Try] = []
+        self.legs: list[Leg] = []
+        self.watched = watched
+        self.trace = trace
 
     def broke(self, node: str, error: str) -> None:
         """The answer that is under way from the node ended before its end."""

@@ -91,7 +91,10 @@ class Caller:
             stage: which leg of its request's journey this is.
             noted: that leg, of a caller who goes on with it; without one, it is made where there is a journey.
         """
-        headers = self._with_key(url, request.headers)
+        snapshot = self._registry.snapshot
+        headers = request.headers
+        if self._engine_key is not None or snapshot.engine_keys:
+            headers = self._with_key(url, headers)
         if (journey := journeys.current.get()) is not None:
             if noted is None:
                 noted = journeys.Leg(url, stage, time.monotonic())

@@ -54,8 +54,8 @@ class Hybrid:
             UpstreamError: the last engine could not be reached or did not answer in time.
         On every way out but the good one the count is given back here.
         """
-        retries = Retries(self._retries, self._budget, server_errors=retry_500)
         held = await self._take(request.model)
+        retries: Retries | None = None
         tried: list[str] = []
         doubted: list[str] = []  # they answered 500: if another can serve the request, it was their fault
         while True:
@@ -63,16 +63,19 @@ class Hybrid:
             failure: UpstreamError | int
             try:
                 answer = await held.send(request)
-                if not retries.concerns(answer.status):
-                    if answer.status < 400:
-                        for url in doubted:
-                            self._breakers.failed(url, 500)
-                    return answer
                 failure = answer.status
-                if failure == 500:
-                    doubted.append(held.url)
+                if failure < 400:
+                    for url in doubted:
+                        self._breakers.failed(url, 500)
+                    return answer
             except UpstreamError as e:
                 failure = e
+            retries = retries or Retries(self._retries, self._budget, server_errors=retry_500)
+            if answer is not None:
+                if not retries.concerns(answer.status):
+                    return answer
+                if failure == 500:
+                    doubted.append(held.url)
             tried.append(held.url)
             try:
                 another = None if request.spent else await self._take_another(request.model, tried, retries, failure)

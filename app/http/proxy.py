@@ -43,7 +43,7 @@ from app.http.interrupt import Running, Watch, Why
 from app.http.names import Names
 from app.http.peek import peek, renamed
 from app.http.ports import WIRE, Dispatcher, Wire
-from app.http.relay import Relay
+from app.http.relay import Relay, relay_again
 from app.http.upload import Upload
 from app.journey import Journey, current
 from app.metrics.figures import Figures, Served
@@ -139,8 +139,15 @@ class Proxy:
                 journey.trace.relay_at_s = time.monotonic()
             if self._cors is not None:
                 answer.headers = without_cors(answer.headers)
-            relay = Relay(answer, send, wire, served, path=routed(scope["path"]), extra=self._extra(scope, identifier))
-            outcome = await relay.run()
+            told = answer.headers
+            passed: Outcome | None = None
+            if type(told) is Repeated and wire is not None and not self._running.stopping:
+                passed = relay_again(answer, told, wire, served, identifier)
+            if passed is None:
+                path, extra = routed(scope["path"]), self._extra(scope, identifier)
+                relay = Relay(answer, send, wire, served, path=path, extra=extra)
+                passed = await relay.run()
+            outcome = passed
         except ClientLeft:
             pass
         except asyncio.CancelledError:

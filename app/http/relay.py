@@ -49,7 +49,7 @@ class Written(NamedTuple):
 
     @classmethod
     def of(cls, status: int, head: Head) -> Written:
-        headers = ClientHead(status, head.headers, []).headers
+        headers = ClientHead(status, head.headers, []).headers if 200 <= status <= 599 else []
         at = next((at for at, (name, _) in enumerate(headers) if name == LENGTH), None)
         if at is None:
             return cls(None, b"")
@@ -94,10 +94,6 @@ class Relay:
         answer = self._answer
         if not 200 <= answer.status <= 599:
             raise EngineBroke(f"The engine answered with status {answer.status}")
-        if type(answer.headers) is Repeated and self._wire is not None and len(self._extra) == 1:
-            outcome = self._whole_again(answer.headers.head, self._wire)
-            if outcome is not None:
-                return outcome
         self._head = head = ClientHead(answer.status, answer.headers, self._extra)
         if head.streaming:
             tail = self._tail = StreamTail()
@@ -112,28 +108,6 @@ class Relay:
                 self._served.bytes_out = size_bytes
                 return await self._finish(whole)
         return await self._body(head.content_length)
-
-    def _whole_again(self, head: Head, wire: Wire) -> Outcome | None:
-        """Hand on an answer that has wholly come, with a head that came before; None: that takes the long way."""
-        answer, served = self._answer, self._served
-        whole = answer.whole()
-        if whole is None:
-            return None
-        written: Written | None = head.meaning
-        if written is None:
-            written = head.meaning = Written.of(answer.status, head)
-        if written.before is None:
-            return None
-        size_bytes = len(whole)
-        if answer.measured:
-            answer.tokens = tokens_of(whole, size_bytes)
-        outcome = outcome_of(answer.status)
-        answer.close(outcome)  # see `_finish`
-        served.bytes_out, served.status, self.started = size_bytes, answer.status, True
-        wire.answer(
-            answer.status, b"%b%d%b%b: %b\r\n" % (written.before, size_bytes, written.behind, *self._extra[0]), whole
-        )
-        return outcome
 
     async def _start(self) -> None:
         head = self._head
@@ -264,6 +238,33 @@ class Relay:
         event = message_error_event if self._path.rstrip("/") == MESSAGES else error_event
         last = b"" if self.complete else self._tail.missing_newlines() + event(error)
         await self._put(last, more=False)
+
+
+def relay_again(answer: Answer, headers: Repeated, wire: Wire, served: Served, identifier: bytes) -> Outcome | None:
+    """Hand on, at once, an answer that has wholly come under a head that came before; None: it takes a `Relay`.
+
+    Args:
+        headers: the answer's.
+        identifier: the request's id, the only header of our own that the client gets with it.
+    """
+    whole = answer.whole()
+    if whole is None:
+        return None
+    status = answer.status
+    written: Written | None = headers.head.meaning
+    if written is None:
+        written = headers.head.meaning = Written.of(status, headers.head)
+    if written.before is None:
+        return None
+    size_bytes = len(whole)
+    if answer.measured:
+        answer.tokens = tokens_of(whole, size_bytes)
+    outcome = outcome_of(status)
+    answer.close(outcome)  # before the last bytes leave: see `Relay._finish`
+    served.bytes_out, served.status = size_bytes, status
+    lines = b"%b%d%bx-request-id: %b\r\n" % (written.before, size_bytes, written.behind, identifier)
+    wire.answer(status, lines, whole)
+    return outcome
 
 
 def outcome_of(status: int) -> Outcome:
