@@ -49,6 +49,7 @@ NAMES_TRIED = 4
 
 LARGE_BYTES, LONG_BYTES = 32 * 1024, 16 * 1024
 """Bodies and texts in them from which on it pays to pass over texts unread."""
+BACKSLASH = 0x5C
 
 INTERNAL = _Peek.__struct_fields__[2:]
 _NOTHING = (UNSET,) * (len(INTERNAL) + 1)
@@ -91,9 +92,9 @@ def peek(
 def _model_of_large(body: bytes) -> str | None:
     """The model of a body with long texts, images most often; None: it has to be read whole.
 
-    What stands between two quotes, without a backslash, is a text or what is between two texts. Cut out, the first
-    leaves an empty text and the second no JSON, for there two texts touch. So what still is JSON has the same fields,
-    though nobody has looked into the texts: an engine that minds a bare line end there says so itself.
+    What stands between a quote and the next is a text, or the end of one, or what is between two texts. Cut out, that
+    leaves a shorter text, or no JSON, for there two texts touch. So what still is JSON has the same fields, though
+    nobody has looked into the texts: an engine that minds a bare line end there says so itself.
     """
     kept = []
     at, begun, size = LONG_BYTES, 0, len(body)
@@ -101,7 +102,7 @@ def _model_of_large(body: bytes) -> str | None:
         first, last = body.rfind(b'"', begun, at), body.find(b'"', at)
         if last < 0:
             break
-        if first >= 0 and last - first > LONG_BYTES and body.find(b"\\", first, last) < 0:
+        if first >= 0 and last - first > LONG_BYTES and body[last - 1] != BACKSLASH:
             kept.append(body[begun : first + 1])
             begun = last
         at = last + LONG_BYTES

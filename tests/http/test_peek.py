@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import BadRequest
-from app.http.peek import INTERNAL, peek
+from app.http.peek import INTERNAL, LARGE_BYTES, peek
 
 NAMED_BY_THE_DESIGN = (
     "migration_request",
@@ -173,3 +173,56 @@ def test_broken_json_is_not_built_in_memory_to_find_out(monkeypatch: pytest.Monk
     monkeypatch.setattr(json, "loads", built)
     for body in (b'{"model":"m","a":[[],[],', b'{"model":"m","a":"\\ud800","b":"' + b"x" * 2**20 + b'"}'):
         assert refused(body).status == 400
+
+
+LONG = b"x" * (LARGE_BYTES + 1)
+long_pieces = st.sampled_from(
+    [
+        b'"%s"' % LONG,
+        b'"a\\"%s"' % LONG,
+        b'"%s\\"b"' % LONG,
+        b'"%s\\\\"' % LONG,
+        b"[%s1]" % (b"1, " * LARGE_BYTES),
+        b'["a",%s"b"]' % (b" " * LARGE_BYTES),
+        b'{"model":"other","kv_transfer_params":{},"x":"%s"}' % LONG,
+        b'{"%s":"kv_transfer_params"}' % LONG,
+        b'"%s","kv_transfer_params":1,"y":"%s"' % (LONG, LONG),
+        b'"%s","kv_transfer_params":null,"y":"%s"' % (LONG, LONG),
+        b'"%s","model":"n","y":"%s"' % (LONG, LONG),
+        b'"%s","%s":1' % (LONG, b"\\u006dodel"),
+        b'"%s","model":"%s"' % (LONG, LONG),
+        b'"%s","model":""' % LONG,
+        b'"%s"%s"z"' % (LONG, b" " * LARGE_BYTES),
+        b'"%s" "kv_transfer_params":1,"%s"' % (LONG, LONG),
+        b'"%s' % LONG,
+        b'1,"%s":%s' % (LONG, b"1" * LARGE_BYTES),
+    ]
+)
+short_pieces = st.sampled_from([b'"short"', b"{}", b'"\\""', b'[1, "2"]', b'"\\ud800"', b"nul"])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(long_pieces | short_pieces, min_size=1, max_size=4), st.booleans(), st.booleans(), st.booleans())
+def test_a_large_body_is_understood_as_if_all_of_it_was_read(
+    pieces: list[bytes], first: bool, allow: bool, unnamed: bool
+) -> None:
+    members = [b'"p%d": %b' % (n, piece) for n, piece in enumerate(pieces)]
+    body = b"{" + b",".join([b'"model":"m"', *members] if first else [*members, b'"model":"m"']) + b"}"
+
+    def understood(body: bytes) -> object:
+        try:
+            return peek(body, allow_transfer_params=allow, unnamed=unnamed)
+        except BadRequest as e:
+            return e.message, e.param
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("app.http.peek.LARGE_BYTES", 2**40)
+        whole = understood(body)
+    assert understood(body) == whole
+
+
+def test_a_long_text_is_passed_over_unread() -> None:
+    body = b'{"model":"m","image":"%s\n%s","model":"n"}' % (LONG, LONG)  # which is for the engine to refuse
+    assert peek(body, allow_transfer_params=False) == ("n", body)
+    with pytest.raises(BadRequest):
+        peek(body.replace(LONG, b""), allow_transfer_params=False)
