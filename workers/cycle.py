@@ -216,7 +216,8 @@ class Cycle:
         """The app's call, as a task of `tasks`; not before the client has taken most of the answers before."""
         self.room_bytes = HIGH_WATER_LIMIT
         try:
-            await self.drain()
+            if self.flow.write_paused:
+                await self.drain()
             await app(self.scope, self.receive, self.send)
             if not self.response_complete and not self.disconnected:
                 if not self._broken_off:  # else the app has said why, and this is how the client learns it

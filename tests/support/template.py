@@ -188,7 +188,8 @@ def _fork_or_exec(fork_exec: Callable[..., int]) -> Callable[..., int]:
         words = [os.fsdecode(word) for word in args]
         if not _is_ours(words):
             return fork_exec(args, *rest)
-        _, _, keep, cwd, env, stdin, _, _, stdout, _, stderr, _, failed, _, session, *_, prepare, _ = rest
+        _, _, keep, cwd, env, stdin, _, _, stdout, _, stderr, _, failed, _, session, *_ = rest
+        prepare = rest[-2] if isinstance(rest[-1], bool) else rest[-1]  # before Python 3.14 one more follows it
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
