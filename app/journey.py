@@ -53,9 +53,16 @@ class Journey:
 
     __slots__ = ("legs", "trace", "tries", "watched")
 
-    def __init__(self, *, watched: bool = False, trace: Trace | None = None) -> None:
-        self.tries: list[Try] = []
-        self.legs: list[Leg] = []
+    def __init__(
+        self,
+        tries: list[Try] | None = None,
+        legs: list[Leg] | None = None,
+        *,
+        watched: bool = False,
+        trace: Trace | None = None,
+    ) -> None:
+        self.tries = tries or []
+        self.legs = legs or []
         self.watched = watched
         self.trace = trace
 
