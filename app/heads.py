@@ -68,7 +68,7 @@ class Head:
         (at,) = lengths
         if headers[at][1] != found[1]:
             return None
-        return cls(head[: found.start(1)], head[found.end(1) :], headers, at)
+        return cls(head[: found.start(1)], head[found.end(1) :], headers.copy(), at)
 
     def of(self, data: bytes) -> Repeated | None:
         """The headers of `data`, if it begins with this head."""

@@ -57,7 +57,7 @@ class Recording:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         kept = {name: value for name, value in scope.items() if name != "extensions"}
-        assert type(scope["headers"]) is list
+        assert isinstance(scope["headers"], list)
         assert all(type(part) is bytes for pair in scope["headers"] for part in pair)
         asked = Asked({**kept, "headers": list(scope["headers"]), "state": dict(scope["state"])})
         self.asked.append(asked)
