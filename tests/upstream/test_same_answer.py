@@ -243,6 +243,27 @@ CASES = {
     "a date that changes": [Sent(OK), Sent(OK.replace(b"12:00:00", b"12:00:01")), Sent(OK)],
     "a name in another case": [Sent(OK), Sent(OK.replace(b"Date", b"date")), Sent(OK)],
     "the length's name in another case": [Sent(OK), Sent(OK.replace(b"Content-L", b"content-l")), Sent(OK)],
+    "a value in another case": [Sent(OK), Sent(OK.replace(b"application", b"Application")), Sent(OK)],
+    "a length in a header, and then the body's": [
+        Sent(answer(b"hello", b"X-A: content-length: 3")),
+        Sent(answer(b"hello", b"X-A: content-length: 5")),
+        Sent(answer(b"hello", b"X-A: content-length: 3")),
+    ],
+    "another length before it, and then the body's": [
+        Sent(answer(b"hello", b"X-Content-Length: 9")),
+        Sent(answer(b"hello", b"X-Content-Length: 5")),
+        Sent(answer(b"hello", b"X-Content-Length: 9")),
+    ],
+    "204, and then one with a body": [
+        Sent(OK[:-5].replace(b"200 OK", b"204 No Content")),
+        Sent(OK.replace(b"200 OK", b"204 No Content")),
+        Sent(OK),
+    ],
+    "304, and then one with a body": [
+        Sent(OK[:-5].replace(b"200 OK", b"304 Not Modified")),
+        Sent(OK.replace(b"200 OK", b"304 Not Modified")),
+        Sent(OK),
+    ],
     "another status": [
         Sent(OK),
         Sent(OK.replace(b"200 OK", b"500 OK")),
@@ -315,6 +336,8 @@ KEPT = {  # of each answer, by what RFC 9112 says of its connection, and by our 
     "HEAD without a body to tell of": [True, False, True],
     "204 with a length, then with a body": [True, False],
     "204 with a body all the same": [False] * 3,
+    "204, and then one with a body": [True, False, True],
+    "304, and then one with a body": [True, False, True],
     "close": [True, False, False, True],
     "HTTP/1.0": [False] * 3,
     "until it closes": [True, False, True],
@@ -382,6 +405,41 @@ async def test_a_status_that_is_none_breaks_behind_one_that_was_good(status: byt
 
 
 # --- when it comes, and what else a connection knows
+
+
+async def test_behind_half_a_head_a_head_that_came_before_is_a_part_of_it() -> None:
+    line = Line()
+    await line.ask([OK])
+    got = await line.ask([b"HTTP/1.1 500 No\r\nX-A: ", OK])
+    headers = [(b"x-a", b"HTTP/1.1 200 OK"), *HEADERS, (b"content-length", b"5")]
+    assert got == Got(500, headers, b"hello", "", True)
+    assert (await line.ask([OK])).status == 200 and line.made == 1
+    line.close()
+
+
+async def test_what_follows_an_early_head_with_a_length_is_no_body_of_it() -> None:
+    early = b"HTTP/1.1 103 Early Hints\r\nContent-Length: 5\r\n\r\n"
+    for pieces in ([early + OK], [early, OK], [early + OK[:5], OK[5:]], [early + OK[:-5], OK[-5:]]):
+        line = Line()
+        for _ in range(3):
+            got = await line.ask(pieces)
+            assert got == Got(200, [*HEADERS, (b"content-length", b"5")], b"hello", "", True)
+        assert line.made == 1
+        line.close()
+
+
+@pytest.mark.parametrize("how", HOW[:4])
+@pytest.mark.parametrize("until_eof", [False, True])
+async def test_a_body_that_reads_like_chunks_is_a_body(how: str, until_eof: bool) -> None:
+    parts = [chunk(b"abc"), chunk(b"x" * 20), chunk(b"abc"), b"0\r\n\r\n"]
+    body = b"".join(parts)
+    head = OK.replace(b"Content-Length: 5", b"X-A: 1" if until_eof else b"Content-Length: %d" % len(body))[:-5]
+    for pieces in ([head, *parts], [head + parts[0], *parts[1:]], [head, parts[0] + parts[1], *parts[2:]]):
+        line = Line()
+        await line.ask([EVENTS, chunk(b"abc"), b"0\r\n\r\n"])
+        got = await line.ask([*pieces, EOF] if until_eof else pieces, how)
+        assert (got.body, got.error, got.kept) == (body, "", not until_eof)
+        line.close()
 
 
 async def test_what_comes_unasked_is_not_believed_however_equal() -> None:

@@ -236,19 +236,22 @@ async def test_the_body_of_a_head_that_came_before_ends_where_it_says(size: int,
 @pytest.mark.parametrize("before", [b"", b"abc"])
 async def test_a_body_that_reads_like_the_head_is_a_body(framing: str, before: bytes) -> None:
     """It begins a read of its own, as a head that came before does."""
-    inner = post(b"hello")
+    te = head(LINE, LINES, b"Transfer-Encoding: chunked")
+    inner = te + b"5\r\nhello\r\n0\r\n\r\n" if framing == "chunked" else post(b"hello")
     body = before + inner
     outer = {
         "length": post(body),
         "length of another head": post(body, b"X-A: 1"),
-        "chunked": head(LINE, LINES, b"Transfer-Encoding: chunked") + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body),
+        "chunked": te + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body),
     }[framing]
-    begins = outer.index(inner)
-    for places in ([], [40], [begins - len(before)], [40, begins - 1], range(begins)):
-        pieces = [post(b"hello"), *cut(outer, [*places, begins, begins + len(inner)]), post(b"hello")]
-        seen = await played("whole", pieces)
-        assert [one.body for one in seen.asked] == [b"hello", body, b"hello"]
-        assert seen.end == ""
+    begins = outer.index(inner, 10)
+    start = outer.index(b"\r\n\r\n") + 4
+    for good in ([inner], [], [post(b"hello")]):
+        for places in ([], [40], [start], [begins - len(before)], [40, begins - 1], range(begins)):
+            pieces = [*good, *cut(outer, [*places, begins, begins + len(inner)]), inner]
+            seen = await played("whole", pieces)
+            assert [one.body for one in seen.asked] == [b"hello"] * len(good) + [body, b"hello"]
+            assert seen.end == ""
 
 
 async def test_behind_half_a_head_a_head_that_came_before_is_a_part_of_it() -> None:
