@@ -127,7 +127,7 @@ if READS_LEARNED and pools <= #ARGV and (since == '' or since ~= named) then
 end
 
 redis.set_repl(redis.REPL_REPLICA)
-if ordered then
+if ordered and pools <= #ARGV then
     redis.call('DEL', load_index)
 end
 if told then

@@ -606,13 +606,15 @@ class Ledger:
             if not self._figures.acquires_s:
                 self._figures.acquires_s.append(time.monotonic() - asked.since_s)
             code, version = reply[0], reply[1]
-            if code == Code.NOT_MEMBER or (asked.gives and reply.pop()):
-                self._restate_soon()
+            unclear = code == Code.NOT_MEMBER or (asked.gives and reply.pop())
             if code == DONE:
                 found = asked.read(reply)
                 for urls in found:
                     for url in urls:
                         self._add(url)
+            if unclear:
+                # Only now: what was just counted is stated too.
+                self._restate_soon()
             if version != self._registry.snapshot.version:
                 self._registry.refresh_soon()
         for future, urls in zip(asked.futures, found or [[] for _ in asked.futures], strict=True):

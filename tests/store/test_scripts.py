@@ -296,7 +296,8 @@ def test_who_writes_counts_keeps_them_from_the_append_only_file(name: str) -> No
     off, on = "redis.set_repl(redis.REPL_REPLICA)", "redis.set_repl(redis.REPL_ALL)"
     writes = list(
         re.finditer(
-            r"redis\.call\('(?:HINCRBY|HSET|HDEL)', (?:unfinished|ledger),|give_back\(|'(?:ZADD|SET)', (?:load_index|KEYS)",
+            r"redis\.call\('(?:HINCRBY|HSET|HDEL)', (?:unfinished|ledger),|give_back\(|"
+            r"'(?:ZADD|SET)', (?:load_index|KEYS)",
             text,
         )
     )
