@@ -57,7 +57,7 @@ from app.store.scripts import Argument, Code, Prepared, Script, packed, packed_c
 from app.store.sight import Score, Sight, of_encoders
 from app.store.snapshot import Pool, Snapshot
 from app.store.speeds import Speeds
-from app.store.turn import Answer, Told, Turn
+from app.store.turn import DRAWS, Answer, Release, Told, Turn, Wish
 from app.store.way import Way
 
 log = logging.getLogger("evenhand.store")
@@ -155,14 +155,13 @@ class Asked:
         futures: list[asyncio.Future[Answer]],
         *,
         sight: Sight | None,
-        since_s: float,
         gives: bool = False,
     ) -> None:
         self.ledger = ledger
         self.script, self.command, self.read = question
         self.futures = futures
         self.sight = sight
-        self.since_s = since_s
+        self.since_s = time.monotonic()
         self.gives = gives
         self.again = False
 
@@ -258,9 +257,12 @@ class Ledger:
         names = ("release", "note_latencies", *(("learn_speeds",) if self._speeds else ()))
         self._told_scripts = [self._way.call.script, *(scripts[name] for name in names)]
         self._encoders_call = Prepared(self._encoders_script, encoding, (worker,))
-        self._turn: Turn | None = None  # what has not left yet
-        # What such a call has besides, packed once too: of this connection, of a node.
+        # What has not left yet.
+        self._wishes: list[Wish] = []
+        self._given_back: list[Release] = []
+        # What such a call has besides, packed once too: of this connection, of a registry version, of a node.
         self._packed_generation = packed(self._generation)
+        self._calls: dict[Pool, bytes] = {}  # an acquire of the pool by itself, but for the draws
         self._releases: dict[tuple[str, bool], bytes] = {}
         self._learned: dict[Pool, Told] = {}
         # Of the registry's snapshot: where nodes stand in the order of loads, since when, and calls that go by it.
@@ -458,35 +460,54 @@ class Ledger:
                 chosen = [self._draws.choices(pool.urls, pool.speeds)[0] for pool in pools]
                 pools = [snapshot.only(url) for url in chosen]
         version = None if whatever_version else pools[0].version
-        # By itself: what somebody looks at, and what is of so many candidates that several such in one call would keep
-        # Redis from all others for long.
-        alone = large or sight is not None
-        turn = Turn() if alone else self._turn
-        if turn is None or not turn.takes(way, version):
-            turn = self._begin_turn()
-        self._acquiring += 1
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        turn.ask(way, version, pools, future)
-        if alone:
+        wish = way, version, pools, future
+        self._acquiring += 1
+        if large or sight is not None:
+            # By itself: what somebody looks at, and what is of so many candidates that several such in one call would
+            # keep Redis from all others for long.
             assert self._pipeline is not None
-            self._send_turn(turn, self._pipeline, sight)
+            self._send_alone(wish, self._pipeline, sight)
+        else:
+            self._gather(self._wishes, wish)
         return future
 
-    def _begin_turn(self) -> Turn:
-        """What comes until it leaves, with this turn's commands or before the next one, is one call."""
-        assert self._pipeline is not None
-        turn = Turn()
-        self._pipeline.defer(partial(self._send_turn, turn, self._pipeline))
-        self._turn = turn
-        return turn
+    def _gather(self, into: list[Any], what: Wish | Release) -> None:
+        """It leaves with this turn's commands, or before the next one that is given."""
+        first = not self._wishes and not self._given_back
+        into.append(what)
+        if first:
+            assert self._pipeline is not None
+            self._pipeline.defer(self._send_gathered)
 
-    def _send_turn(self, turn: Turn, pipeline: Pipeline, sight: Sight | None = None) -> None:
-        if turn is self._turn:
-            self._turn = None
-        if only := turn.only():
-            pipeline.send(self._release_of(*only), self._released)
+    def _send_gathered(self, pipeline: Pipeline) -> None:
+        wishes, self._wishes = self._wishes, []
+        releases, self._given_back = self._given_back, []
+        if len(wishes) == 1 and not releases:
+            self._send_alone(wishes[0], pipeline)
+        elif len(releases) == 1 and not wishes:
+            pipeline.send(self._release_of(*releases[0]), self._released)
+        else:
+            for turn in Turn.each(wishes, releases):
+                self._send_turn(turn, turn.way or self._way, pipeline)
+
+    def _send_alone(self, wish: Wish, pipeline: Pipeline, sight: Sight | None = None) -> None:
+        way, version, pools, future = wish
+        if len(pools) > 1 or version is None or way.by_learned:
+            self._send_turn(Turn.each([wish], ())[0], way, pipeline, sight)
             return
-        way = turn.way or self._way
+        # The same bytes but for the draws.
+        pool, draw = pools[0], self._draws.random
+        begun = self._calls.get(pool)
+        if begun is None:
+            begun = self._call(way.call, version, pool.words + 2, pool.packed)
+            if pool.kept:
+                self._calls[pool] = begun
+        command = begun + DRAWS % (int(draw() * 1e10), int(draw() * 1e10))
+        question = way.call.script, command, lambda reply: [[pool.urls[reply[2] - 1]]]
+        self._send_asked(Asked(self, question, [future], sight=sight), pipeline)
+
+    def _send_turn(self, turn: Turn, way: Way, pipeline: Pipeline, sight: Sight | None = None) -> None:
         command = turn.command(way, self._packed_generation, self._learned, self._draws.random)
         if turn.way is None:
             # No acquire, which would be sent once more by a server that had lost the script: a release is not.
@@ -494,7 +515,7 @@ class Ledger:
             return
         read = partial(turn.read_told, told=self._learned) if way.by_learned else turn.read
         question = way.call.script, command, read
-        asked = Asked(self, question, turn.futures, sight=sight, since_s=turn.since_s, gives=turn.gives)
+        asked = Asked(self, question, turn.futures, sight=sight, gives=turn.gives)
         self._send_asked(asked, pipeline)
 
     def _forget_learned(self, pools: Iterable[Pool]) -> None:
@@ -528,6 +549,7 @@ class Ledger:
         if snapshot is not self._index.snapshot:
             self._index, self._indexed_at_s = LoadIndex(self._keys, snapshot, by=self._by), time.monotonic()
             self._ordered_calls.clear()
+            self._calls.clear()
             self._releases.clear()
             self._learned.clear()
             self._order_call = None
@@ -574,7 +596,7 @@ class Ledger:
         assert self._pipeline is not None
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._acquiring += 1
-        self._send_asked(Asked(self, question, [future], sight=sight, since_s=time.monotonic()), self._pipeline)
+        self._send_asked(Asked(self, question, [future], sight=sight), self._pipeline)
         return future
 
     def _send_asked(self, asked: Asked, pipeline: Pipeline) -> None:
@@ -690,7 +712,7 @@ class Ledger:
             # By itself: the node is moved in the order of loads.
             self._pipeline.send(self._release_of(url, answered), self._released)
         else:
-            (self._turn or self._begin_turn()).give(url, answered)
+            self._gather(self._given_back, (url, answered))
 
     def _release_of(self, url: str, answered: bool) -> bytes:
         if self._registry.snapshot is not self._index.snapshot:
@@ -948,6 +970,7 @@ class Ledger:
     def _speak_as(self, generation: int) -> None:
         self._generation = generation
         self._packed_generation = packed(generation)
+        self._calls.clear()
         self._releases.clear()
         self._learned.clear()
 

@@ -46,7 +46,7 @@ class Pipeline(asyncio.Protocol):
         self._reader = hiredis.Reader()
         self._transport: asyncio.Transport | None = None
         self._outgoing: list[bytes] = []
-        self._deferred: Callable[[], None] | None = None
+        self._deferred: Callable[[Pipeline], None] | None = None
         self._flush_due = False
         self._waiting: deque[tuple[Callback, float]] = deque()
         self._timer: asyncio.TimerHandle | None = None
@@ -117,13 +117,15 @@ class Pipeline(asyncio.Protocol):
         if self._timer is None:
             self._timer = self._loop.call_later(self._timeout_s, self._check_deadline)
 
-    def defer(self, send: Callable[[], None]) -> None:
-        """Call `send` when this turn's commands leave, or before the next one is given: what it sends stands there.
+    def defer(self, send: Callable[[Pipeline], None]) -> None:
+        """Call `send` with this connection when this turn's commands leave, or before the next one is given: what it
+        sends stands there.
 
         One at a time: another one before it is called first. It is called for certain, also where the connection is
         lost by then.
         """
-        self._send_deferred()
+        if self._deferred is not None:
+            self._send_deferred()
         self._deferred = send
         if self._lost is not None:
             self._send_deferred()
@@ -153,10 +155,11 @@ class Pipeline(asyncio.Protocol):
     def _send_deferred(self) -> None:
         send, self._deferred = self._deferred, None
         if send is not None:
-            send()
+            send(self)
 
     def _flush(self) -> None:
-        self._send_deferred()
+        if self._deferred is not None:
+            self._send_deferred()
         self._flush_due = False
         if self._transport is not None and self._outgoing:
             self._transport.write(b"".join(self._outgoing))

@@ -6,8 +6,7 @@ Pure: it must not know the connection. The call is of lua/acquire.lua, which say
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from app.store.scripts import Argument, packed
@@ -32,22 +31,50 @@ class Told(NamedTuple):
     words: bytes
 
 
+Wish = tuple[Way, int | None, Sequence[Pool], asyncio.Future[Answer]]
+"""An acquire: how, at which registry version (None: whatever it is), a node of which pools, and who gets the answer."""
+Release = tuple[str, bool]
+"""The url, and whether the node answered."""
+
+
 class Turn:
-    """Acquires of one `way` at one registry version (None: whatever it is), and releases. `way` None: no acquire."""
+    """Acquires of one way at one registry version, and what is given back before them.
 
-    __slots__ = ("_answered", "_asked", "_others", "since_s", "version", "way")
+    Args:
+        way: None: of no acquire.
+        version: None: whatever it is.
+    """
 
-    def __init__(self) -> None:
-        self.way: Way | None = None
-        self.version: int | None = None
-        self.since_s = time.monotonic()
-        self._asked: dict[tuple[Pool, ...], list[asyncio.Future[Answer]]] = {}
+    __slots__ = ("_answered", "_asked", "_others", "version", "way")
+
+    def __init__(self, way: Way | None, version: int | None) -> None:
+        self.way = way
+        self.version = version
+        self._asked: dict[tuple[Pool, ...], list[asyncio.Future[Answer]]] = {}  # those of the same pools together
         self._answered: dict[str, int] = {}  # url -> how many requests are given back
         self._others: dict[str, int] = {}  # the same where the node did not answer
 
     def __repr__(self) -> str:
         given = sum(self._answered.values()) + sum(self._others.values())
         return f"<Turn acquires={len(self.futures)} releases={given}>"
+
+    @classmethod
+    def each(cls, wishes: Iterable[Wish], releases: Iterable[Release]) -> list[Turn]:
+        """One of each way and version; what is given back is in the first."""
+        turns: list[Turn] = []
+        turn: Turn | None = None
+        for way, version, pools, future in wishes:
+            if turn is None or turn.way is not way or turn.version != version:
+                turn = next((one for one in turns if one.way is way and one.version == version), None)
+                if turn is None:
+                    turn = cls(way, version)
+                    turns.append(turn)
+            turn._asked.setdefault(tuple(pools), []).append(future)
+        first = turns[0] if turns else cls(None, None)
+        for url, answered in releases:
+            counts = first._answered if answered else first._others
+            counts[url] = counts.get(url, 0) + 1
+        return turns or [first]
 
     @property
     def gives(self) -> bool:
@@ -56,30 +83,8 @@ class Turn:
 
     @property
     def futures(self) -> list[asyncio.Future[Answer]]:
-        """Of those that ask, in the order of `read`."""
+        """Of the acquires, in the order of `read`."""
         return [future for futures in self._asked.values() for future in futures]
-
-    def takes(self, way: Way, version: int | None) -> bool:
-        """Whether an acquire of that way and version can be added."""
-        return self.way is None or (self.way is way and self.version == version)
-
-    def ask(self, way: Way, version: int | None, pools: Sequence[Pool], future: asyncio.Future[Answer]) -> None:
-        """Add an acquire, one node of each pool; `future` gets the answer. Those of the same pools stand together."""
-        self.way, self.version = way, version
-        self._asked.setdefault(tuple(pools), []).append(future)
-
-    def give(self, url: str, answered: bool) -> None:
-        """Add a release."""
-        counts = self._answered if answered else self._others
-        counts[url] = counts.get(url, 0) + 1
-
-    def only(self) -> tuple[str, bool] | None:
-        """The url, and whether it answered, where the turn is one release and nothing else."""
-        if self.way is None and len(self._answered) + len(self._others) == 1:
-            ((url, count),) = (self._answered or self._others).items()
-            if count == 1:
-                return url, bool(self._answered)
-        return None
 
     def command(self, way: Way, generation: bytes, told: Mapping[Pool, Told], draw: Callable[[], float]) -> bytes:
         """The call as it goes over the wire.
@@ -90,14 +95,15 @@ class Turn:
             told: learned speeds of pools, where the way goes by them and the pool's are known.
             draw: a number in [0, 1).
         """
-        gives, count = self.gives, 2
-        parts = [generation, packed("" if self.version is None else self.version)]
+        count = 2
+        version = b"" if self.version is None else b"%d" % self.version
+        parts = [generation, b"$%d\r\n%b\r\n" % (len(version), version)]
         known: Mapping[Pool, Told] = {}
         if way.by_learned:
             known, since = self._known(told)
             parts.append(packed(since))
             count += 1
-        if gives:
+        if self.gives:
             answered, others = self._answered, self._others
             words: tuple[Argument, ...] = (-len(answered) - len(others), len(answered), *answered, *others)
             parts.append(packed(*words, *answered.values(), *others.values()))
@@ -108,7 +114,7 @@ class Turn:
                 parts.append(known[pool].words if known else pool.packed)
                 parts.append(_draws(wanted, draw))
                 count += pool.words + 2 * wanted + (2 if wanted > 1 else 0)
-        return (way.call_giving if gives else way.call).command(count, b"".join(parts))
+        return (way.call_giving if self.gives else way.call).command(count, b"".join(parts))
 
     def read(self, reply: list[Any]) -> list[list[str]]:
         """The nodes that the reply names, for each of `futures`."""
