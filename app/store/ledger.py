@@ -616,8 +616,6 @@ class Ledger:
                     self._send_asked(asked, self._pipeline)
                     return
                 reply = StoreUnavailable("Redis lost the scripts and then the connection, or does not take them")
-                if asked.gives:
-                    self._restate_soon()
             self._acquiring -= len(asked.futures)
             if not isinstance(reply, StoreUnavailable):
                 self._distrust(f"Redis answered an acquire with: {reply}")

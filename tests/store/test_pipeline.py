@@ -272,9 +272,7 @@ async def test_what_is_deferred_is_called_where_the_connection_is_lost_too(redis
         got = Replies()
         pipeline.defer(lambda its: its.submit(("PING",), got.to("before")))
         pipeline.close()
+        assert [(name, type(reply)) for name, reply in got] == [("before", StoreUnavailable)]
         pipeline.defer(lambda its: its.submit(("PING",), got.to("after")))
-        assert [(name, type(reply)) for name, reply in got] == [
-            ("before", StoreUnavailable),
-            ("after", StoreUnavailable),
-        ]
+        assert [(name, type(reply)) for name, reply in got[1:]] == [("after", StoreUnavailable)]
         assert len(lost) == 1

@@ -13,11 +13,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from app.balancing import DECIDE_BY_LEARNED, POLICIES
-from app.nodes import Role
+from app.nodes import Node, Role, State
 from app.store.keys import Keys
 from app.store.ledger import Ticket
 from app.store.scripts import load_scripts
 from app.store.snapshot import Snapshot
+from app.store.turn import Turn, Wish
+from app.store.way import Way
 from tests.store.harness import Worker, exact, give_back, ledger_of, of, totals, workers
 from tests.store.test_sight import take as take_in_sight
 from tests.support.redis import PrivateRedis, Space, TcpProxy
@@ -31,7 +33,7 @@ A, B, C = "http://10.0.0.1:23333", "http://10.0.0.2:23333", "http://10.0.0.3:233
 # --- the script: any split into calls -------------------------------------------------------------
 
 urls = st.sampled_from(URLS)
-counts = st.dictionaries(urls, st.integers(0, 3))
+counts = st.dictionaries(urls, st.integers(-1, 3))  # below 0: somebody's edit
 draws = st.tuples(
     st.sampled_from([0.0, 0.3, 0.5, 0.9999999999999999]), st.sampled_from([0.0, 0.0049, 0.05, 0.0999, 0.1, 0.7])
 )
@@ -204,6 +206,8 @@ def server(redis_server: PrivateRedis) -> Iterator[PrivateRedis]:
 
 
 NOTHING = Before({}, {}, {}, {}, frozenset(), frozenset(), ordered=True, told=False)
+UNTRUE = Before({"http://a": -1}, {}, {}, {"http://b": 1}, frozenset(URLS), frozenset(), ordered=False, told=False)
+"""Who is chosen for its least count, which is then 0, has been tried by then."""
 TWICE = Call((), ((URLS[:2], ((0.0, 0.7), (0.0, 0.7))),))
 
 
@@ -211,6 +215,7 @@ TWICE = Call((), ((URLS[:2], ((0.0, 0.7), (0.0, 0.7))),))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=befores, said=st.lists(calls.filter(lambda call: call.releases or call.wants), min_size=1, max_size=3))
 @example(before=NOTHING, said=[TWICE])
+@example(before=UNTRUE, said=[Call((), ((URLS[:2], ((0.5, 0.7), (0.9999999999999999, 0.7))),))])
 @example(before=NOTHING, said=[Call((("http://a", True), ("http://a", False)), (), stale=True)])
 def test_one_call_ends_as_single_calls_in_its_order_would(
     server: PrivateRedis, policy: str, before: Before, said: list[Call]
@@ -237,6 +242,16 @@ def test_the_second_of_a_call_sees_the_first(server: PrivateRedis) -> None:
     assert holds["unfinished"] == {"http://a": "3", "http://d": "5"}
     assert holds["unfinished:w"] == {"http://a": "3"}
     assert holds["failures"] == {} and holds["load_index"] is None
+
+
+def test_what_was_not_counted_is_taken_from_nothing(server: PrivateRedis) -> None:
+    """Below 0 too, which somebody wrote there; 1 of 3 was counted."""
+    counted = ({"http://a": 5, "http://b": 5}, {"http://a": -2, "http://b": 1})
+    before = Before(*counted, {}, {}, frozenset(), frozenset(), ordered=True, told=False)
+    side = Side(server, "whole", "random", before)
+    releases = (("http://a", False), ("http://a", False), *[("http://b", True)] * 3)
+    assert side.at_once(Call(releases, ())) == (0, [], 4)
+    assert (side.holds()["unfinished"], side.holds()["unfinished:w"]) == ({"http://a": "5", "http://b": "4"}, {})
 
 
 # --- the ledger -----------------------------------------------------------------------------------
@@ -375,6 +390,34 @@ async def test_what_a_call_gives_back_and_nobody_counted_is_restated(redis: Spac
         give_back(held)
 
 
+async def test_releases_alone_that_nobody_counted_are_restated_too(redis: Space) -> None:
+    async with Worker(redis.url, redis.namespace, "w1") as worker:
+        await worker.add_ready(A)
+        worker.ledger._keeper.cancel()  # type: ignore[union-attr]  # it would restate by itself
+        held = await worker.take(6)
+        redis.client.delete(redis.key("unfinished"), redis.key("unfinished:w1"))
+        give_back([held.pop() for _ in range(2)])
+        await aeventually(lambda: exact(redis, [worker]))
+        assert totals(redis) == {A: 4}
+        give_back(held)
+
+
+async def test_acquires_of_two_versions_have_a_call_each() -> None:
+    """Each is refused or taken by its own: the newer one must not let candidates of the older one pass."""
+    one, loop = Snapshot(7, {A: Node(A, models=("m",), state=State.READY)}), asyncio.get_running_loop()
+    way = Way.of("random", SCRIPTS, Keys("turn"), "w1")
+    wishes: list[Wish] = [
+        (way, version, [one.pool("m", Role.Hybrid)], loop.create_future()) for version in (8, 7, None, 8)
+    ]
+    turns = Turn.each(wishes, [(A, True)])
+    assert [(turn.version, len(turn.futures), turn.gives) for turn in turns] == [
+        (8, 2, True),
+        (7, 1, False),
+        (None, 1, False),
+    ]
+    assert repr(turns[0]) == "<Turn acquires=2 releases=1>"
+
+
 async def test_not_a_member_nothing_is_done_and_the_restate_says_all(redis: Space) -> None:
     async with Worker(redis.url, redis.namespace, "w1") as worker:
         await worker.add_ready(A)
@@ -398,9 +441,8 @@ async def test_scripts_that_the_server_lost_are_loaded_and_the_call_is_sent_agai
         give_back([held.pop() for _ in range(4)])
         await aeventually(lambda: exact(redis, [worker]))
         assert sum(totals(redis).values()) == 2
-        assert set(
-            redis.client.script_exists(*(SCRIPTS[name].sha for name in ("release", "acquire_min_expected_latency")))
-        )
+        names = ("release", "acquire_min_expected_latency")
+        assert all(redis.client.script_exists(*(SCRIPTS[name].sha for name in names)))
         give_back(held)
 
 
