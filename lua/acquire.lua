@@ -3,8 +3,8 @@
 -- A frame: app/store/scripts.py puts lua/parts/give_back.lua and one file of lua/policies/ before it and names the
 -- result acquire_<policy>. So each policy stands once, and the counting stands once. One pool for a request that
 -- one node serves; two for prefill and decode, so that a request holds its pair from one moment on. What a worker has
--- to say in one turn of its event loop is one call: what it gives back, then all its acquires. It ends as single calls
--- in this order would, but what they have in common is sent and read once, and a count is written once.
+-- to say in one turn of its event loop can be one call: what it gives back, then all its acquires. It ends as single
+-- calls in this order would, but what they have in common is sent and read once, and a count is written once.
 --
 -- KEYS[1]  unfinished         HASH   url -> total over all workers
 -- KEYS[2]  unfinished:<w>     HASH   url -> this worker's share, its ledger

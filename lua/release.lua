@@ -1,6 +1,6 @@
 -- release: give one request's count back. What is only a figure of it, note_latencies.lua writes down.
 --
--- Behind lua/parts/give_back.lua. Where other requests are acquired in the same turn, acquire.lua does it.
+-- Behind lua/parts/give_back.lua. Where many are acquired and given back at a time, acquire.lua does it.
 --
 -- KEYS[1]  unfinished         HASH   url -> total over all workers
 -- KEYS[2]  unfinished:<w>     HASH   url -> this worker's share, its ledger

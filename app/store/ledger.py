@@ -7,11 +7,13 @@ explored, learned, learned_since, failures, requests, encoder_cursor, encoder_cr
 
 The rule everything here follows: **a worker never replays, it restates.** The local counts are the
 truth about this worker; after anything unclear (an error, a lost reply, a flush, a lease that ran
-out) they are written absolutely, and one script corrects the totals by the difference. Two things
-make that exact:
+out) they are written absolutely, and one script corrects the totals by the difference. What makes
+that exact:
 
 - The counts change when a reply is *processed*, on one ordered connection, and a restate goes out
   only while no acquire is in flight (new ones wait for that moment: one round trip, once a second).
+- What one turn of the event loop brings is gathered, and leaves as one call before anything else that is
+  sent (`store.turn`): first what is given back, then the acquires.
 - Each connection has a generation, larger than all before it, and every call carries it. What an
   older connection left in a frozen server's socket buffer runs late but is refused.
 
@@ -79,6 +81,10 @@ WATCHED_A_SECOND = 5
 """Requests of this worker that are decided in sight of whoever watches: enough to look at, and next to no work."""
 BACKOFF_S = (0.05, 1.0)
 """First and longest pause between attempts to reach Redis: counts are exact again 2 s after it is back."""
+
+FEW = 4
+"""Acquires and releases of one turn that leave by themselves: to compose so few to one call would cost the worker more
+than it spares Redis."""
 
 DONE = int(Code.DONE)
 STAGES = {Role.Hybrid: "request", Role.Prefill: "prefill", Role.Decode: "decode", Role.Encode: "encode"}
@@ -483,10 +489,11 @@ class Ledger:
     def _send_gathered(self, pipeline: Pipeline) -> None:
         wishes, self._wishes = self._wishes, []
         releases, self._given_back = self._given_back, []
-        if len(wishes) == 1 and not releases:
-            self._send_alone(wishes[0], pipeline)
-        elif len(releases) == 1 and not wishes:
-            pipeline.send(self._release_of(*releases[0]), self._released)
+        if len(wishes) + len(releases) <= FEW:
+            for url, answered in releases:
+                pipeline.send(self._release_of(url, answered), self._released)
+            for wish in wishes:
+                self._send_alone(wish, pipeline)
         else:
             for turn in Turn.each(wishes, releases):
                 self._send_turn(turn, turn.way or self._way, pipeline)

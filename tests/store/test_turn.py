@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from app.balancing import DECIDE_BY_LEARNED, POLICIES
 from app.nodes import Node, Role, State
 from app.store.keys import Keys
-from app.store.ledger import Ticket
+from app.store.ledger import FEW, Ticket
 from app.store.scripts import load_scripts
 from app.store.snapshot import Snapshot
 from app.store.turn import Turn, Wish
@@ -322,19 +322,21 @@ async def test_models_of_different_strategies_have_a_call_each(own_redis: Space)
         give_back(tickets)
 
 
-async def test_a_single_release_is_a_release(own_redis: Space) -> None:
+async def test_a_few_have_calls_of_their_own_and_leave_with_the_turn(own_redis: Space) -> None:
     async with Worker(own_redis.url, own_redis.namespace, "w1") as worker:
         await worker.add_ready(A)
-        (ticket,) = await worker.take()
+        held = await worker.take(2)
+        before = evalshas(own_redis)
         pipeline = worker.ledger._pipeline
         assert pipeline is not None
-        send, sent = pipeline.send, []
-        pipeline.send = lambda packed, callback: (sent.append(packed), send(packed, callback))  # type: ignore[method-assign, func-returns-value]
-        ticket.release(succeeded=False)
-        assert sent == [], "it leaves with the turn"
-        await worker.take_nothing()
-        assert SCRIPTS["release"].sha.encode() in sent[0]
-        assert totals(own_redis) == {}
+        tasks = [asyncio.create_task(worker.ledger.acquire(of())) for _ in range(FEW - 1)]
+        await asyncio.sleep(0)
+        held.pop().release(succeeded=False)
+        assert not pipeline._outgoing
+        held += await asyncio.gather(*tasks)
+        assert evalshas(own_redis) == before + FEW
+        assert totals(own_redis) == {A: FEW} == ledger_of(own_redis, "w1")
+        give_back(held)
 
 
 @pytest.mark.parametrize("strategy", sorted(POLICIES))
@@ -368,10 +370,10 @@ async def test_a_stale_call_leaves_no_count_and_gives_back_once(own_redis: Space
         await w2.add_ready(B)
         w1.registry.snapshot = Snapshot(1, w1.registry.snapshot.nodes)  # it has heard of nothing
         before = evalshas(own_redis)
-        tickets = await taken_while_giving_back(w1, 4, [held.pop() for _ in range(3)], answered=True)
-        assert [ticket.url for ticket in tickets] == [B] * 4
+        tickets = await taken_while_giving_back(w1, 6, [held.pop() for _ in range(3)], answered=True)
+        assert [ticket.url for ticket in tickets] == [B] * 6
         assert evalshas(own_redis) == before + 2, "stale, and once more"
-        assert totals(own_redis) == {A: 2, B: 4} == ledger_of(own_redis, "w1") == w1.ledger.counts
+        assert totals(own_redis) == {A: 2, B: 6} == ledger_of(own_redis, "w1") == w1.ledger.counts
         assert not own_redis.client.hexists(own_redis.key("failures"), A)
         give_back([*held, *tickets])
 
@@ -383,7 +385,7 @@ async def test_what_a_call_gives_back_and_nobody_counted_is_restated(redis: Spac
         worker.ledger._keeper.cancel()  # type: ignore[union-attr]  # it would restate by itself
         held = await worker.take(6)
         redis.client.delete(redis.key("unfinished"), redis.key("unfinished:w1"))
-        held += await taken_while_giving_back(worker, 2, [held.pop() for _ in range(2)])
+        held += await taken_while_giving_back(worker, 3, [held.pop() for _ in range(3)])
         await worker.take_nothing()
         await aeventually(lambda: exact(redis, [worker]))
         assert sum(totals(redis).values()) == 6
@@ -396,9 +398,9 @@ async def test_releases_alone_that_nobody_counted_are_restated_too(redis: Space)
         worker.ledger._keeper.cancel()  # type: ignore[union-attr]  # it would restate by itself
         held = await worker.take(6)
         redis.client.delete(redis.key("unfinished"), redis.key("unfinished:w1"))
-        give_back([held.pop() for _ in range(2)])
+        give_back([held.pop() for _ in range(5)])
         await aeventually(lambda: exact(redis, [worker]))
-        assert totals(redis) == {A: 4}
+        assert totals(redis) == {A: 1}
         give_back(held)
 
 
@@ -438,9 +440,9 @@ async def test_scripts_that_the_server_lost_are_loaded_and_the_call_is_sent_agai
         assert sum(totals(redis).values()) == 6 and exact(redis, [worker])
         # Without an acquire nothing is sent again: the counts are stated.
         redis.cli("SCRIPT", "FLUSH")
-        give_back([held.pop() for _ in range(4)])
+        give_back([held.pop() for _ in range(5)])
         await aeventually(lambda: exact(redis, [worker]))
-        assert sum(totals(redis).values()) == 2
+        assert sum(totals(redis).values()) == 1
         names = ("release", "acquire_min_expected_latency")
         assert all(redis.client.script_exists(*(SCRIPTS[name].sha for name in names)))
         give_back(held)
