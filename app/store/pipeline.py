@@ -158,9 +158,11 @@ class Pipeline(asyncio.Protocol):
             send(self)
 
     def _flush(self) -> None:
-        if self._deferred is not None:
-            self._send_deferred()
-        self._flush_due = False
+        try:
+            if self._deferred is not None:
+                self._send_deferred()
+        finally:
+            self._flush_due = False
         if self._transport is not None and self._outgoing:
             self._transport.write(b"".join(self._outgoing))
         self._outgoing.clear()
