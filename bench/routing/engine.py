@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from email.utils import formatdate
 from functools import partial
+from itertools import cycle
 from typing import cast
 
 import httptools
@@ -21,6 +24,7 @@ MODEL = "bench"
 CHUNKS = 40  # of content; the finish and [DONE] are events of their own
 GAP_S = 0.005
 READ_BYTES = 65536
+LENGTHS = 8  # of answers: one after the other is another number of bytes long
 EVENTS = CHUNKS + 2
 CREATED = 1_700_000_000
 MARK = "said by engine"  # and its number
@@ -43,7 +47,8 @@ INFO = {
 
 def head(status: bytes, kind: bytes, length: int | None) -> bytes:
     framing = b"transfer-encoding: chunked" if length is None else b"content-length: %d" % length
-    return b"HTTP/1.1 %s\r\ncontent-type: %s\r\n%s\r\n\r\n" % (status, kind, framing)
+    told = b"date: %s\r\nserver: uvicorn\r\n" % formatdate(time.time(), usegmt=True).encode()  # as real engines do
+    return b"HTTP/1.1 %s\r\n%scontent-type: %s\r\n%s\r\n\r\n" % (status, told, kind, framing)
 
 
 def whole(value: object, status: bytes = b"200 OK") -> bytes:
@@ -51,9 +56,9 @@ def whole(value: object, status: bytes = b"200 OK") -> bytes:
     return head(status, b"application/json", len(body)) + body
 
 
-def answer(number: int) -> bytes:
-    """A chat's answer of about 1 KB, as it goes over the wire."""
-    content = f"{MARK} {number}: " + TEXT * 9
+def answer(number: int, more: int = 0) -> bytes:
+    """A chat's answer of about 1 KB, and so many bytes `more`, as it goes over the wire."""
+    content = f"{MARK} {number}: " + TEXT * 9 + "." * more
     choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}
     usage = {"prompt_tokens": 200, "completion_tokens": 150, "total_tokens": 350}
     return whole(_object(number, "chat.completion", choice) | {"usage": usage})
@@ -85,9 +90,14 @@ class Engine:
 
     def __init__(self, number: int, counts: list[int]) -> None:
         self.number, self.counts = number, counts
-        self.answer = answer(number)
-        self.head, self.first, *self.later = events(number)
         self.info = {path.encode(): whole(value) for path, value in INFO.items()}
+        self.look_at_the_clock()
+
+    def look_at_the_clock(self) -> None:
+        """Once a second: each answer says when it is."""
+        self.answers = cycle([answer(self.number, more) for more in range(LENGTHS)])
+        self.head, self.first, *self.later = events(self.number)
+        asyncio.get_running_loop().call_later(1.0, self.look_at_the_clock)
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -142,7 +152,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         engine.counts[engine.number - 1] += 1
         if not stream:
-            self._transport.write(engine.answer)
+            self._transport.write(next(engine.answers))
             return
         self._transport.write(engine.head)
         self._transport.write(engine.first)  # a second write, as of uvicorn under the real engines

@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from itertools import cycle
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -22,7 +23,7 @@ import httptools
 import uvloop
 
 from bench.routing import tree
-from bench.routing.engine import CHUNKS, GAP_S, MARK, MODEL, TEXT
+from bench.routing.engine import CHUNKS, GAP_S, LENGTHS, MARK, MODEL, TEXT
 from bench.routing.figures import percentile
 
 SILENCE_S = 15.0  # an answer that is not whole after so long is a failure, and the end of its connection
@@ -131,7 +132,8 @@ class Connection(asyncio.Protocol):
     def __init__(self, url: str, plan: Plan, tally: Tally) -> None:
         parts = urlsplit(url)
         self._host, self._port = str(parts.hostname), int(parts.port or 80)
-        self._request = request(url, plan.body_bytes, plan.stream)
+        # Of different lengths, as in a conversation that goes on: nobody is to know a request by its bytes.
+        self._requests = cycle([request(url, plan.body_bytes + more, plan.stream) for more in range(LENGTHS)])
         self._stream, self._tally = plan.stream, tally
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -179,7 +181,7 @@ class Connection(asyncio.Protocol):
         self.busy = True
         self._events, self._rest, self._cut, self._from_engine = 0, b"", b"", False
         self._last_s = self._began_s = time.perf_counter()
-        self._transport.write(self._request)
+        self._transport.write(next(self._requests))
 
     def on_body(self, data: bytes) -> None:
         if not self._from_engine:
