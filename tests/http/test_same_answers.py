@@ -350,6 +350,26 @@ async def test_answers_that_differ_a_little_come_as_they_are() -> None:
         assert server.accepted == 1
 
 
+async def test_equal_heads_with_other_lengths_have_each_its_own() -> None:
+    bodies = [BODY, BODY + b" ", ERROR, b"", BODY, BODY]
+    async with between(Engine(lambda n: [wire(JSON, body=bodies[n])])) as (client, server, _):
+        for body in bodies:
+            expected = [pair(JSON), length(body), (b"x-request-id", ID)]
+            assert parted(await client.ask(request())) == (200, expected, body)
+        assert server.accepted == 1
+
+
+async def test_equal_requests_that_come_together_behind_one_are_all_served() -> None:
+    engine = Engine(lambda _: [wire(JSON, body=BODY)])
+    async with between(engine) as (client, _, _):
+        await client.ask(request())
+        for together in (b"".join(request(n=n) for n in (1, 2, 3)), request(n=4) + request(n=5), request(n=6)):
+            client.protocol.data_received(together)
+            await turns(1)
+        await until(lambda: bytes(client.side.written).count(BODY) == 7 and not client.state.tasks)
+        assert [len(body) for _, _, body in engine.requests] == [27 + n for n in range(7)]
+
+
 async def test_streams_and_answers_take_turns_on_one_connection() -> None:
     kinds = [
         "plain",

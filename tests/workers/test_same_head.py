@@ -70,6 +70,7 @@ GOOD = {
     "length first": lambda body: post(body, at=0),
     "length in between": lambda body: post(body, at=2),
     "key's last byte": lambda body: post(body, lines=altered(2, b"k1", b"k2")),
+    "key's case": lambda body: post(body, lines=altered(2, b"k1", b"K1")),
     "name's case": lambda body: post(body, lines=altered(1, b"User", b"user")),
     "a space more": lambda body: post(body, lines=altered(1, b": ", b":  ")),
     "no space": lambda body: post(body, lines=altered(1, b": ", b":")),
