@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import hiredis
 import uvloop
 from uvicorn.config import Config
 from uvicorn.server import ServerState
@@ -110,14 +111,29 @@ class WiredLedger(Ledger):
     def connect(self) -> None:
         self._pipeline, self._trouble = Pipeline(5.0, print), None
         self._pipeline.connection_made(Wire(self._answer))
-        self._acquire_sha = self._acquire_script.sha.encode()
+        self._acquire_sha = self._way.call.script.sha.encode()
+        self._reader = hiredis.Reader()
 
     def _answer(self, written: bytes) -> None:
-        version = self._registry.snapshot.version
-        kinds = (command[:60] for command in written.split(b"EVALSHA")[1:])
-        replies = [b"*3\r\n:0\r\n:%d\r\n:1\r\n" if self._acquire_sha in k else b"*2\r\n:0\r\n:%d\r\n" for k in kinds]
+        self._reader.feed(written)
+        replies = b""
+        while (command := self._reader.gets()) is not False:
+            more = self._more(command) if command[1] == self._acquire_sha else []
+            words = [0, self._registry.snapshot.version, *more]
+            replies += (b"*%d\r\n" + b":%d\r\n" * len(words)) % (len(words), *words)
         assert self._pipeline is not None
-        self._loop.call_soon(self._pipeline.data_received, b"".join(reply % version for reply in replies))
+        self._loop.call_soon(self._pipeline.data_received, replies)
+
+    def _more(self, command: list[bytes]) -> list[int]:
+        """The first node for each acquire, all of them of one pool, and that no release was of nothing."""
+        said = command[6 + int(command[2]) :]  # behind worker, generation and version
+        missed = []
+        if (urls := -int(said[0])) > 0:
+            said, missed = said[2 + 2 * urls :], [0]
+        if not said:
+            return missed
+        draws = said[1 + 2 * len(ENGINES) :]
+        return [1] * (1 if len(draws) == 2 else 1 + int(draws[3])) + missed
 
     @property
     def _loop(self) -> asyncio.AbstractEventLoop:

@@ -1,5 +1,7 @@
 -- release: give one request's count back. What is only a figure of it, note_latencies.lua writes down.
 --
+-- Behind lua/parts/give_back.lua. Where many are acquired and given back at a time, acquire.lua does it.
+--
 -- KEYS[1]  unfinished         HASH   url -> total over all workers
 -- KEYS[2]  unfinished:<w>     HASH   url -> this worker's share, its ledger
 -- KEYS[3]  sessions           HASH   worker -> generation of its connection
@@ -32,16 +34,9 @@ end
 
 -- Counts are restated after a restart: replicas hear of them, the append-only file does not.
 redis.set_repl(redis.REPL_REPLICA)
-local left = redis.call('HINCRBY', ledger, url, -1)
-if left <= 0 then
-    redis.call('HDEL', ledger, url)
-end
-if left < 0 then
+local missed, running = give_back(unfinished, ledger, url, 1)
+if missed > 0 then
     return { 3, version }
-end
-local running = redis.call('HINCRBY', unfinished, url, -1)
-if running <= 0 then
-    redis.call('HDEL', unfinished, url)
 end
 if ordered and ordered ~= order then
     redis.call('DEL', load_index)

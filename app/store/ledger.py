@@ -7,11 +7,13 @@ explored, learned, learned_since, failures, requests, encoder_cursor, encoder_cr
 
 The rule everything here follows: **a worker never replays, it restates.** The local counts are the
 truth about this worker; after anything unclear (an error, a lost reply, a flush, a lease that ran
-out) they are written absolutely, and one script corrects the totals by the difference. Two things
-make that exact:
+out) they are written absolutely, and one script corrects the totals by the difference. What makes
+that exact:
 
 - The counts change when a reply is *processed*, on one ordered connection, and a restate goes out
   only while no acquire is in flight (new ones wait for that moment: one round trip, once a second).
+- What one turn of the event loop brings is gathered, and leaves as one call before anything else that is
+  sent (`store.turn`): first what is given back, then the acquires.
 - Each connection has a generation, larger than all before it, and every call carries it. What an
   older connection left in a frozen server's socket buffer runs late but is refused.
 
@@ -30,7 +32,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import hiredis
 
@@ -38,10 +40,8 @@ from app.balancing import (
     DECIDE_BY_LATENCY,
     DECIDE_BY_LEARNED,
     ENCODER_POLICIES,
-    POLICIES,
     Candidate,
     Encoder,
-    Policy,
 )
 from app.errors import ModelNotFound, NoNodeAvailable, StoreUnavailable
 from app.journey import Journey, Try, current
@@ -56,9 +56,11 @@ from app.store.locator import Locator
 from app.store.pipeline import Pipeline, Reply
 from app.store.registry import Registry
 from app.store.scripts import Argument, Code, Prepared, Script, packed, packed_command
-from app.store.sight import Score, Sight, of_encoders, of_nodes
+from app.store.sight import Score, Sight, of_encoders
 from app.store.snapshot import Pool, Snapshot
 from app.store.speeds import Speeds
+from app.store.turn import DRAWS, Answer, Release, Told, Turn, Wish
+from app.store.way import Way
 
 log = logging.getLogger("evenhand.store")
 
@@ -80,18 +82,21 @@ WATCHED_A_SECOND = 5
 BACKOFF_S = (0.05, 1.0)
 """First and longest pause between attempts to reach Redis: counts are exact again 2 s after it is back."""
 
+FEW = 4
+"""Acquires and releases of one turn that leave by themselves: to compose so few to one call would cost the worker more
+than it spares Redis."""
+
 DONE = int(Code.DONE)
-PACKED_DRAWS = b"$12\r\n0.%010d\r\n$12\r\n0.%010d\r\n"
-"""Two numbers in [0, 1), packed."""
 STAGES = {Role.Hybrid: "request", Role.Prefill: "prefill", Role.Decode: "decode", Role.Encode: "encode"}
 """What a request wants of a node of the role."""
 MULTI, EXEC = packed_command(("MULTI",)), packed_command(("EXEC",))
 
 Select = Callable[[Snapshot], Pool]
-Read = Callable[[list[Any]], list[str]]
-"""The nodes that a reply of an acquire script names."""
+Ask = Callable[[Sequence[Pool], bool, Sight | None], asyncio.Future[Answer]]
+Read = Callable[[list[Any]], list[list[str]]]
+"""The nodes that a reply of an acquire script names, for each who asked in the call."""
 Question = tuple[Script, bytes, Read]
-"""What an acquire sends: the script, its whole call as it goes over the wire, and what reads the reply."""
+"""What an acquire sends by itself: the script, its whole call as it goes over the wire, and what reads the reply."""
 
 
 def _kind(reason: str) -> str:
@@ -140,58 +145,34 @@ class Ticket:
 
 
 class Asked:
-    """An acquire on the wire, which is called with its reply. `future`: see `Ledger._count`; `again`: the server had
-    lost the script, so it was sent once more; `since_s`: 0 where nobody measures it.
+    """A call that acquires, on the wire, which is called with its reply. `futures`: of those that ask in it, see
+    `Ledger._settle`; `gives`: something is given back in it; `again`: the server had lost the script, so it was sent
+    once more.
 
     An object and no closure: one that can send itself again would hold itself.
     """
 
-    __slots__ = ("again", "command", "future", "ledger", "read", "script", "sight", "since_s")
+    __slots__ = ("again", "command", "futures", "gives", "ledger", "read", "script", "sight", "since_s")
 
     def __init__(
         self,
         ledger: Ledger,
-        script: Script,
-        command: bytes,
-        read: Read,
+        question: Question,
+        futures: list[asyncio.Future[Answer]],
+        *,
         sight: Sight | None,
-        since_s: float,
-        future: asyncio.Future[tuple[int | None, list[str]]],
+        gives: bool = False,
     ) -> None:
         self.ledger = ledger
-        self.script = script
-        self.command = command
-        self.read = read
+        self.script, self.command, self.read = question
+        self.futures = futures
         self.sight = sight
-        self.since_s = since_s
-        self.future = future
+        self.since_s = time.monotonic()
+        self.gives = gives
         self.again = False
 
     def __call__(self, reply: Reply) -> None:
         self.ledger._settle(self, reply)
-
-
-class Told(NamedTuple):
-    """The learned speeds of a pool, as an acquire that had to read them was told: `words` for the next ones, packed as
-    `Pool.packed`. They are right until `since` is no longer what Redis has."""
-
-    since: bytes
-    words: bytes
-
-
-class Way(NamedTuple):
-    """How a node is chosen by a strategy: in Redis, here while Redis is away, and for who watches."""
-
-    call: Prepared
-    policy: Policy
-    score: Score
-    by_chance: bool
-    by_learned: bool
-
-    @classmethod
-    def of(cls, strategy: str, scripts: dict[str, Script], keys: Sequence[str], worker: str) -> Way:
-        call = Prepared(scripts[f"acquire_{strategy}"], keys, (worker,))
-        return cls(call, POLICIES[strategy], of_nodes(strategy), strategy == "random", strategy in DECIDE_BY_LEARNED)
 
 
 class Ledger:
@@ -227,7 +208,6 @@ class Ledger:
         self._keys = keys
         self._scripts = scripts
         used = {strategy, *(strategies or {}).values()}
-        self._acquire_script = scripts[f"acquire_{strategy}"]
         # An order of loads is void after each acquire that does not go by it: beside another strategy there is none.
         self._by = BY.get(strategy) if len(used) == 1 else None
         self._encoders_script = scripts[f"acquire_encoders_{encoder_policy}"]
@@ -274,18 +254,21 @@ class Ledger:
         self._keeper: asyncio.Task[None] | None = None
         counting = (keys.unfinished, keys.ledger(worker), keys.sessions, keys.version)
         encoding = (*counting, keys.encoder_cursor, keys.encoder_credit, keys.nodes)
-        acquiring = (*counting, keys.latency_mean, keys.explored, keys.load_index)
-        learning = (*acquiring, keys.learned, keys.learned_since)
-        ways = {
-            name: Way.of(name, scripts, learning if name in DECIDE_BY_LEARNED else acquiring, worker) for name in used
-        }
+        ways = {name: Way.of(name, scripts, keys, worker) for name in used}
         self._way = ways[strategy]
         self._ways = {model: ways[name] for model, name in (strategies or {}).items()}
-        self._acquire_scripts = [way.call.script for way in ways.values()]
+        self._asking_scripts = [self._encoders_script, *(way.call.script for way in ways.values())]
+        # What these are called for is not sent again where the server has lost them; several releases are an acquire
+        # of nothing.
+        names = ("release", "note_latencies", *(("learn_speeds",) if self._speeds else ()))
+        self._told_scripts = [self._way.call.script, *(scripts[name] for name in names)]
         self._encoders_call = Prepared(self._encoders_script, encoding, (worker,))
+        # What has not left yet.
+        self._wishes: list[Wish] = []
+        self._given_back: list[Release] = []
         # What such a call has besides, packed once too: of this connection, of a registry version, of a node.
         self._packed_generation = packed(self._generation)
-        self._calls: dict[Pool, bytes] = {}  # an acquire of the pool, but for the draws
+        self._calls: dict[Pool, bytes] = {}  # an acquire of the pool by itself, but for the draws
         self._releases: dict[tuple[str, bool], bytes] = {}
         self._learned: dict[Pool, Told] = {}
         # Of the registry's snapshot: where nodes stand in the order of loads, since when, and calls that go by it.
@@ -373,11 +356,14 @@ class Ledger:
             One ticket per item, in order. Raises as `acquire`.
         """
 
-        def ask(pools: Sequence[Pool], whatever_version: bool) -> Question:
+        def ask(pools: Sequence[Pool], whatever_version: bool, sight: Sight | None) -> asyncio.Future[Answer]:
             (pool,) = pools
             version = None if whatever_version else pool.version
-            command = self._call(self._encoders_call, version, pool.words + 1, packed(items) + pool.packed)
-            return self._encoders_call.script, command, lambda reply: [pool.urls[index - 1] for index in reply[3:]]
+            call = self._encoders_call
+            command = self._call(call, version, pool.words + 1, packed(items) + pool.packed)
+            return self._count(
+                (call.script, command, lambda reply: [[pool.urls[index - 1] for index in reply[3:]]]), sight
+            )
 
         def locally(pools: Sequence[Pool]) -> list[str]:
             return self._assign(pools[0], items)
@@ -391,14 +377,14 @@ class Ledger:
     async def _acquire(
         self,
         selects: Sequence[Select],
-        ask: Callable[[Sequence[Pool], bool], Question],
+        ask: Ask,
         locally: Callable[[Sequence[Pool]], list[str]],
         score: Score,
     ) -> list[Ticket]:
         """Follow the registry until the decision is made on its current version; else decide locally.
 
         Args:
-            ask: what to send; the second argument says that it must be right for whatever version Redis has.
+            ask: sends it; the second argument says that it must be right for whatever version Redis has.
             score: what the decision compares, for whoever watches it.
         """
         journey = current.get()
@@ -420,7 +406,7 @@ class Ledger:
             if journey is not None and journey.watched:
                 sight = Sight(self._keys, pools, score)
             orders = self._orders
-            future = self._count(*ask(pools, attempt == STALE_TRIES - 1), sight)
+            future = ask(pools, attempt == STALE_TRIES - 1, sight)
             try:
                 code, urls = await future
             except asyncio.CancelledError:
@@ -468,65 +454,76 @@ class Ledger:
         begun = self._packed_generation + packed("" if version is None else version)
         return call.command(count + 2, begun + words)
 
-    def _ask(self, pools: Sequence[Pool], whatever_version: bool) -> Question:
+    def _ask(self, pools: Sequence[Pool], whatever_version: bool, sight: Sight | None) -> asyncio.Future[Answer]:
         snapshot = self._registry.snapshot
         way = self._ways.get(pools[0].model, self._way) if self._ways else self._way
-        if len(snapshot.nodes) >= LARGE and snapshot.version == pools[0].version and not whatever_version:
+        large = len(snapshot.nodes) >= LARGE
+        if large and snapshot.version == pools[0].version and not whatever_version:
             if self._by and (question := self._ask_by_load(pools)):
-                return question
+                return self._count(question, sight)
             if way.by_chance and all(sum(pool.speeds) < math.inf for pool in pools):
                 # Chance needs nothing that is shared: Redis need not read a whole fleet for it.
                 chosen = [self._draws.choices(pool.urls, pool.speeds)[0] for pool in pools]
                 pools = [snapshot.only(url) for url in chosen]
-        if way.by_learned:
-            return self._ask_by_learned(way.call, pools, whatever_version)
-        draw, call = self._draws.random, way.call
-        # Ten digits, always: a draw that was rounded up to 1 would be outside of what a policy takes.
-        if len(pools) == 1 and not whatever_version:
-            (pool,) = pools
-            begun = self._calls.get(pool)
-            if begun is None:
-                begun = self._call(call, pool.version, pool.words + 2, pool.packed)
-                if pool.kept:
-                    self._calls[pool] = begun
-            command = begun + PACKED_DRAWS % (int(draw() * 1e10), int(draw() * 1e10))
-            return call.script, command, lambda reply: [pool.urls[reply[2] - 1]]
-        each = b"".join([pool.packed + PACKED_DRAWS % (int(draw() * 1e10), int(draw() * 1e10)) for pool in pools])
         version = None if whatever_version else pools[0].version
-        command = self._call(call, version, sum(pool.words + 2 for pool in pools), each)
-        return call.script, command, partial(self._read, pools)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        wish = way, version, pools, future
+        self._acquiring += 1
+        if large or sight is not None:
+            # By itself: what somebody looks at, and what is of so many candidates that several such in one call would
+            # keep Redis from all others for long.
+            assert self._pipeline is not None
+            self._send_alone(wish, self._pipeline, sight)
+        else:
+            self._gather(self._wishes, wish)
+        return future
 
-    def _ask_by_learned(self, call: Prepared, pools: Sequence[Pool], whatever_version: bool) -> Question:
-        """With the learned speeds, if this worker has been told; Redis reads them where they are others by now."""
-        draw = self._draws.random
-        # The last try is refused for nothing.
-        told = [None if whatever_version else self._learned.get(pool) for pool in pools]
-        since = told[0].since if told[0] is not None else b""
-        if any(one is None or one.since != since for one in told):
-            since = b""
-        each = b"".join(
-            [
-                (one.words if one is not None and since else pool.packed)
-                + PACKED_DRAWS % (int(draw() * 1e10), int(draw() * 1e10))
-                for one, pool in zip(told, pools, strict=True)
-            ]
-        )
-        version = None if whatever_version else pools[0].version
-        count = 1 + sum(pool.words + 2 for pool in pools)
-        return call.script, self._call(call, version, count, packed(since) + each), partial(self._read_told, pools)
+    def _gather(self, into: list[Any], what: Wish | Release) -> None:
+        """It leaves with this turn's commands, or before the next one that is given."""
+        first = not self._wishes and not self._given_back
+        into.append(what)
+        if first:
+            assert self._pipeline is not None
+            self._pipeline.defer(self._send_gathered)
 
-    def _read_told(self, pools: Sequence[Pool], reply: list[Any]) -> list[str]:
-        if type(reply[-1]) is list:
-            since, *speeds = reply.pop()
-            at = 0
-            for pool in pools:
-                size = len(pool.urls)
-                # Of many that asked at once the first to hear is enough.
-                known = self._learned.get(pool)
-                if pool.kept and (known is None or known.since != since):
-                    self._learned[pool] = Told(since, packed(size, *pool.urls, *speeds[at : at + size]))
-                at += size
-        return self._read(pools, reply)
+    def _send_gathered(self, pipeline: Pipeline) -> None:
+        wishes, self._wishes = self._wishes, []
+        releases, self._given_back = self._given_back, []
+        if len(wishes) + len(releases) <= FEW:
+            for url, answered in releases:
+                pipeline.send(self._release_of(url, answered), self._released)
+            for wish in wishes:
+                self._send_alone(wish, pipeline)
+        else:
+            for turn in Turn.each(wishes, releases):
+                self._send_turn(turn, turn.way or self._way, pipeline)
+
+    def _send_alone(self, wish: Wish, pipeline: Pipeline, sight: Sight | None = None) -> None:
+        way, version, pools, future = wish
+        if len(pools) > 1 or version is None or way.by_learned:
+            self._send_turn(Turn.each([wish], ())[0], way, pipeline, sight)
+            return
+        # The same bytes but for the draws.
+        pool, draw = pools[0], self._draws.random
+        begun = self._calls.get(pool)
+        if begun is None:
+            begun = self._call(way.call, version, pool.words + 2, pool.packed)
+            if pool.kept:
+                self._calls[pool] = begun
+        command = begun + DRAWS % (int(draw() * 1e10), int(draw() * 1e10))
+        question = way.call.script, command, lambda reply: [[pool.urls[reply[2] - 1]]]
+        self._send_asked(Asked(self, question, [future], sight=sight), pipeline)
+
+    def _send_turn(self, turn: Turn, way: Way, pipeline: Pipeline, sight: Sight | None = None) -> None:
+        command = turn.command(way, self._packed_generation, self._learned, self._draws.random)
+        if turn.way is None:
+            # No acquire, which would be sent once more by a server that had lost the script: a release is not.
+            pipeline.send(command, self._released)
+            return
+        read = partial(turn.read_told, told=self._learned) if way.by_learned else turn.read
+        question = way.call.script, command, read
+        asked = Asked(self, question, turn.futures, sight=sight, gives=turn.gives)
+        self._send_asked(asked, pipeline)
 
     def _forget_learned(self, pools: Iterable[Pool]) -> None:
         for pool in pools:
@@ -551,8 +548,8 @@ class Ledger:
             words += [len(of_pool), *(repr(self._draws.random()) for _ in range(index.draws))]
         return call.script, self._call(call, pools[0].version, len(words), packed(*words)), self._read_members
 
-    def _read_members(self, reply: list[Any]) -> list[str]:
-        return [member.split(b" ", 1)[1].decode() for member in reply[2:]]
+    def _read_members(self, reply: list[Any]) -> list[list[str]]:
+        return [[member.split(b" ", 1)[1].decode() for member in reply[2:]]]
 
     def _load_index(self) -> LoadIndex:
         snapshot = self._registry.snapshot
@@ -581,9 +578,6 @@ class Ledger:
         self._ordering = False
         self._orders += 1
 
-    def _read(self, pools: Sequence[Pool], reply: list[int]) -> list[str]:
-        return [pool.urls[index - 1] for pool, index in zip(pools, reply[2:], strict=True)]
-
     def shun(self, url: str, seconds: float) -> None:
         """Pass the node over for so long wherever another will do: in local decisions only, until the next join."""
         self._shunned[url] = time.monotonic() + seconds
@@ -604,57 +598,58 @@ class Ledger:
             with contextlib.suppress(StoreUnavailable):
                 await self._registry.refresh()
 
-    def _count(
-        self, script: Script, command: bytes, read: Read, sight: Sight | None = None
-    ) -> asyncio.Future[tuple[int | None, list[str]]]:
-        """One acquire on the wire, in `sight` of whoever watches: the code, None without an answer, and what it
-        counted."""
-        # One in a while is measured: what all together would cost is more than what they would tell.
-        since_s = 0.0 if self._figures.acquires_s else time.monotonic()
-        asked = Asked(self, script, command, read, sight, since_s, asyncio.get_running_loop().create_future())
-        self._acquiring += 1
-        self._send_asked(asked)
-        return asked.future
-
-    def _send_asked(self, asked: Asked) -> None:
+    def _count(self, question: Question, sight: Sight | None) -> asyncio.Future[Answer]:
+        """One acquire on the wire by itself, in `sight` of whoever watches."""
         assert self._pipeline is not None
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._acquiring += 1
+        self._send_asked(Asked(self, question, [future], sight=sight), self._pipeline)
+        return future
+
+    def _send_asked(self, asked: Asked, pipeline: Pipeline) -> None:
         if asked.sight is None:
-            self._pipeline.send(asked.command, asked)
+            pipeline.send(asked.command, asked)
         else:
             self._send_in_sight(asked.command, asked, asked.sight)
 
     def _settle(self, asked: Asked, reply: Reply) -> None:
+        found: list[list[str]] | None = None
         if type(reply) is not list:
             if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT"):
                 # Nothing ran, so sending it again is no replay. It stays in flight.
                 if self._pipeline is not None and not asked.again:
                     asked.again = True
                     self._pipeline.submit(("SCRIPT", "LOAD", asked.script.text), _ignore)
-                    self._send_asked(asked)
+                    self._send_asked(asked, self._pipeline)
                     return
                 reply = StoreUnavailable("Redis lost the scripts and then the connection, or does not take them")
-            self._acquiring -= 1
+            self._acquiring -= len(asked.futures)
             if not isinstance(reply, StoreUnavailable):
                 self._distrust(f"Redis answered an acquire with: {reply}")
-            code, urls = None, []
+            code = None
         else:
-            self._acquiring -= 1
-            if asked.since_s:
+            self._acquiring -= len(asked.futures)
+            # One in a while: what all together would cost is more than what they would tell.
+            if not self._figures.acquires_s:
                 self._figures.acquires_s.append(time.monotonic() - asked.since_s)
             code, version = reply[0], reply[1]
-            urls = asked.read(reply) if code == DONE else []
-            for url in urls:
-                self._add(url)
-            if code == Code.NOT_MEMBER:
+            unclear = code == Code.NOT_MEMBER or (asked.gives and reply.pop())
+            if code == DONE:
+                found = asked.read(reply)
+                for urls in found:
+                    for url in urls:
+                        self._add(url)
+            if unclear:
+                # Only now: what was just counted is stated too.
                 self._restate_soon()
             if version != self._registry.snapshot.version:
                 self._registry.refresh_soon()
-        future = asked.future
-        if not future.done():
-            future.set_result((code, urls))
-        elif future.cancelled():
-            for url in urls:
-                self._release(url, None)
+        for future, urls in zip(asked.futures, found or [[] for _ in asked.futures], strict=True):
+            if not future.done():
+                future.set_result((code, urls))
+            elif future.cancelled():
+                for url in urls:
+                    self._release(url, None)
         if self._restate_due:
             self._restate_if_due()
 
@@ -718,12 +713,19 @@ class Ledger:
             self.latencies.add(url, latency_s, self._registry.snapshot.nodes)
         if self._pipeline is None:
             return
+        if len(self._registry.snapshot.nodes) >= LARGE:
+            # By itself: the node is moved in the order of loads.
+            self._pipeline.send(self._release_of(url, answered), self._released)
+        else:
+            self._gather(self._given_back, (url, answered))
+
+    def _release_of(self, url: str, answered: bool) -> bytes:
         if self._registry.snapshot is not self._index.snapshot:
             self._load_index()  # what belongs to another snapshot is forgotten
         command = self._releases.get((url, answered))
         if command is None:
             command = self._releases[url, answered] = self._make_release(self._index, url, answered)
-        self._pipeline.send(command, self._released)
+        return command
 
     def _learn(self, url: str, work: float, latency_s: float) -> None:
         if self._speeds:
@@ -745,7 +747,7 @@ class Ledger:
         if isinstance(reply, Exception):
             # NOSCRIPT too: whether it ran matters less than that the restate is right either way.
             self._distrust(f"Redis answered a release with: {reply}")
-        elif reply[0] != DONE:
+        elif reply[0] != DONE or any(reply[2:]):
             self._restate_soon()
         elif reply[1] != self._registry.snapshot.version:
             self._registry.refresh_soon()
@@ -890,8 +892,8 @@ class Ledger:
     def _distrust(self, reason: str) -> None:
         """An error reply: nobody knows what ran. READONLY and LOADING need another connection."""
         if "NOSCRIPT" in reason and self._pipeline is not None:
-            for name in ("release", "note_latencies", *(("learn_speeds",) if self._speeds else ())):
-                self._pipeline.submit(("SCRIPT", "LOAD", self._scripts[name].text), _ignore)
+            for script in self._told_scripts:
+                self._pipeline.submit(("SCRIPT", "LOAD", script.text), _ignore)
             self._restate_soon()
         else:
             self._drop(reason)
@@ -932,10 +934,7 @@ class Ledger:
         pipeline = await Pipeline.open(address, timeout_s=self._timeout_s, on_lost=lost)
         holder.append(pipeline)
         try:
-            told = [self._scripts["release"], self._scripts["note_latencies"]]
-            if self._speeds:
-                told.append(self._scripts["learn_speeds"])
-            for script in (*self._acquire_scripts, self._encoders_script, *told):
+            for script in dict.fromkeys((*self._asking_scripts, *self._told_scripts)):
                 await pipeline.call(("SCRIPT", "LOAD", script.text))
             # Wall-clock ms, so that a worker restarted under the same id is never behind itself.
             first = not self._generation

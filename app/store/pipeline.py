@@ -4,7 +4,8 @@ Owns the socket, the framing and the deadline of each command. It must not know 
 
 Why not the client library here: one connection gives one order, and the ledger's arithmetic rests on
 that order (a restate is right only if nobody can tell what ran before it and what after). Commands
-given in one turn of the event loop leave in one write, so N concurrent requests share a round trip.
+given in one turn of the event loop leave in one write, so N concurrent requests share a round trip; who can say
+in one command what a turn brings gives that last (`defer`).
 Nothing is ever sent twice: after any error nobody knows what ran, and the ledger restates.
 A caller that is cancelled leaves nothing behind either: its reply still comes to its callback.
 """
@@ -45,6 +46,8 @@ class Pipeline(asyncio.Protocol):
         self._reader = hiredis.Reader()
         self._transport: asyncio.Transport | None = None
         self._outgoing: list[bytes] = []
+        self._deferred: Callable[[Pipeline], None] | None = None
+        self._flush_due = False
         self._waiting: deque[tuple[Callback, float]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._lost: StoreUnavailable | None = None
@@ -105,12 +108,29 @@ class Pipeline(asyncio.Protocol):
         if self._lost is not None:
             callback(self._lost)
             return
-        if not self._outgoing:
-            self._loop.call_soon(self._flush)
+        if self._deferred is not None:
+            self._send_deferred()
+        if not self._flush_due:
+            self._flush_soon()
         self._outgoing.append(packed)
         self._waiting.append((callback, time.monotonic()))
         if self._timer is None:
             self._timer = self._loop.call_later(self._timeout_s, self._check_deadline)
+
+    def defer(self, send: Callable[[Pipeline], None]) -> None:
+        """Call `send` with this connection when this turn's commands leave, or before the next one is given: what it
+        sends stands there.
+
+        One at a time: another one before it is called first. It is called for certain, also where the connection is
+        lost by then.
+        """
+        if self._deferred is not None:
+            self._send_deferred()
+        self._deferred = send
+        if self._lost is not None:
+            self._send_deferred()
+        elif not self._flush_due:
+            self._flush_soon()
 
     async def call(self, command: Sequence[str | bytes | int]) -> Reply:
         """Send `command` and wait for its reply. Raises StoreUnavailable, also for an error reply."""
@@ -128,7 +148,21 @@ class Pipeline(asyncio.Protocol):
             raise StoreUnavailable(f"Redis answered: {reply}") from reply
         return reply
 
+    def _flush_soon(self) -> None:
+        self._flush_due = True
+        self._loop.call_soon(self._flush)
+
+    def _send_deferred(self) -> None:
+        send, self._deferred = self._deferred, None
+        if send is not None:
+            send(self)
+
     def _flush(self) -> None:
+        try:
+            if self._deferred is not None:
+                self._send_deferred()
+        finally:
+            self._flush_due = False
         if self._transport is not None and self._outgoing:
             self._transport.write(b"".join(self._outgoing))
         self._outgoing.clear()
@@ -168,6 +202,7 @@ class Pipeline(asyncio.Protocol):
         waiting, self._waiting = self._waiting, deque()
         for callback, _ in waiting:
             callback(reason)
+        self._send_deferred()
         self._on_lost(reason)
 
     # --- asyncio.Protocol -------------------------------------------------------------------------

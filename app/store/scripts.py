@@ -2,7 +2,8 @@
 
 A header's KEYS[n] and ARGV[n] lines are the contract; `Script.evalsha` and `Prepared` hold every call to it. The
 acquire scripts are composed: one policy of `lua/policies/` before the frame `lua/acquire.lua`, one of
-`lua/policies/encoders/` before `lua/acquire_encoders.lua`.
+`lua/policies/encoders/` before `lua/acquire_encoders.lua`. What several scripts have in common stands before them too,
+`PARTS`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import NamedTuple
 import hiredis
 
 Argument = str | bytes | int
+
+PARTS = {"acquire": "give_back", "release": "give_back"}
+"""Script or frame -> the file of `lua/parts/` before it."""
 
 
 class Code(IntEnum):
@@ -117,11 +121,13 @@ def load_scripts(directory: Path | None = None) -> dict[str, Script]:
     """All scripts by name; one `acquire_<policy>` and `acquire_encoders_<policy>` for each policy."""
     directory = directory or lua_directory()
     texts = {path.stem: path.read_text() for path in sorted(directory.glob("*.lua"))}
+    parts = {name: (directory / "parts" / f"{part}.lua").read_text() for name, part in PARTS.items()}
     frames = {"acquire": directory / "policies", "acquire_encoders": directory / "policies" / "encoders"}
     composed = {name: (texts.pop(name), policies) for name, policies in frames.items()}
-    scripts = {name: Script(name, text, header=text) for name, text in texts.items()}
+    scripts = {name: Script(name, parts.get(name, "") + text, header=text) for name, text in texts.items()}
     for frame_name, (frame, policies) in composed.items():
         for path in sorted(policies.glob("*.lua")):
             name = f"{frame_name}_{path.stem}"
-            scripts[name] = Script(name, path.read_text() + frame, header=frame)
+            text = parts.get(frame_name, "") + path.read_text() + frame
+            scripts[name] = Script(name, text, header=frame)
     return scripts

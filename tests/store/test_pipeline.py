@@ -235,3 +235,44 @@ async def test_why_a_server_turned_it_away_is_told_though_the_write_failed_first
             client.send(b"-ERR max number of clients reached\r\n")
         with pytest.raises(StoreUnavailable, match="max number of clients"):
             await opening
+
+
+# --- what is said last of a turn ------------------------------------------------------------------
+
+
+async def test_what_is_deferred_leaves_with_the_turn_in_the_same_write(redis: Space) -> None:
+    async with opened(redis.url) as (pipeline, _):
+        written, got = written_by(pipeline), Replies()
+        pipeline.submit(("ECHO", "1"), got.to("first"))
+        pipeline.defer(lambda its: its.submit(("ECHO", "2"), got.to("deferred")))
+        assert not written
+        await aeventually(lambda: len(got) == 2)
+        assert [name for name, _ in got] == ["first", "deferred"]
+        assert len(written) == 1
+
+
+async def test_what_is_given_behind_it_runs_behind_it(redis: Space) -> None:
+    async with opened(redis.url) as (pipeline, _):
+        got = Replies()
+        pipeline.defer(lambda its: its.submit(("ECHO", "1"), got.to("deferred")))
+        pipeline.submit(("ECHO", "2"), got.to("behind"))
+        pipeline.defer(lambda its: its.submit(("ECHO", "3"), got.to("deferred again")))
+        pipeline.defer(lambda its: its.submit(("ECHO", "4"), got.to("and again")))
+        await aeventually(lambda: len(got) == 4)
+        assert [(name, int(reply)) for name, reply in got] == [
+            ("deferred", 1),
+            ("behind", 2),
+            ("deferred again", 3),
+            ("and again", 4),
+        ]
+
+
+async def test_what_is_deferred_is_called_where_the_connection_is_lost_too(redis: Space) -> None:
+    async with opened(redis.url) as (pipeline, lost):
+        got = Replies()
+        pipeline.defer(lambda its: its.submit(("PING",), got.to("before")))
+        pipeline.close()
+        assert [(name, type(reply)) for name, reply in got] == [("before", StoreUnavailable)]
+        pipeline.defer(lambda its: its.submit(("PING",), got.to("after")))
+        assert [(name, type(reply)) for name, reply in got[1:]] == [("after", StoreUnavailable)]
+        assert len(lost) == 1
