@@ -355,6 +355,7 @@ class Split:
     async def close(self) -> None:
         await self.sessions.close()
         await self.links.close()
+        self.figures.note()
 
 
 def key_of(settings: Settings) -> str | None:

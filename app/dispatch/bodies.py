@@ -15,6 +15,7 @@ import msgspec
 from app.errors import BadRequest
 
 _decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode = msgspec.json.Decoder().decode
 
 
 def members_of(body: bytes) -> dict[str, msgspec.Raw]:
@@ -33,7 +34,7 @@ def members_of(body: bytes) -> dict[str, msgspec.Raw]:
 def value_of(raw: msgspec.Raw, name: str) -> Any:
     """The value of the member `name`. Raises BadRequest."""
     try:
-        return msgspec.json.decode(raw)
+        return _decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         # What the peek has only skipped over is looked at here for the first time: UTF-8, sizes of numbers.
         return _second_opinion(bytes(raw), name, e)

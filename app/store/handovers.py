@@ -2,14 +2,18 @@
 workers.
 
 Owns HASH handovers (what -> how often) and HASH stages:<url> (<stage>_s, <stage>_count: sums that only grow).
-They are figures: sent behind the counts on the hot connection, never waited for, lost while Redis is away.
+They are figures: sent behind the counts on the hot connection, never waited for, lost while Redis is away. Stages of a
+quarter of a second go together: a request has up to five.
 """
 
 from __future__ import annotations
 
+import asyncio
+
 from app.metrics.families import STAGES
 from app.metrics.figures import Figures
 from app.store.keys import Keys
+from app.store.latencies import NOTE_AFTER_S
 from app.store.ledger import Ledger
 from app.store.links import hash_of
 from app.store.registry import Registry
@@ -23,6 +27,8 @@ class Handovers:
         self._registry = registry
         self._keys = keys
         self._figures = figures or Figures()
+        self._sums: dict[tuple[str, str], tuple[float, int]] = {}  # url, stage -> seconds and times not noted yet
+        self._timer: asyncio.TimerHandle | None = None
 
     def count(self, what: str) -> None:
         """One more: links_made, links_failed, sessions_freed, sessions_lost, missing_params,
@@ -32,9 +38,22 @@ class Handovers:
     def took(self, url: str, stage: str, seconds: float) -> None:
         """A stage of a request (encode, link, prefill, handover, decode) took so long at the node."""
         self._figures.observe(STAGES, seconds, stage, url)
-        name = self._keys.stages(url)
-        self._ledger.note("HINCRBYFLOAT", name, f"{stage}_s", f"{seconds:.6f}")
-        self._ledger.note("HINCRBY", name, f"{stage}_count", 1)
+        total_s, times = self._sums.get((url, stage), (0.0, 0))
+        self._sums[url, stage] = total_s + seconds, times + 1
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(NOTE_AFTER_S, self.note)
+
+    def note(self) -> None:
+        """Send what is not noted yet; of nodes that are gone nothing is kept."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        sums, self._sums = self._sums, {}
+        for (url, stage), (total_s, times) in sums.items():
+            if url in self._registry.snapshot.nodes:
+                name = self._keys.stages(url)
+                self._ledger.note("HINCRBYFLOAT", name, f"{stage}_s", f"{total_s:.6f}")
+                self._ledger.note("HINCRBY", name, f"{stage}_count", times)
 
     async def counts(self) -> dict[str, int]:
         """Raises StoreUnavailable."""

@@ -68,6 +68,7 @@ async def test_both_ends_are_asked_prepared_and_connected_in_this_order(redis: S
         assert (link.state, link.owner, link.error) == ("connected", "w1", "")
         assert link.lives == linker.links.lives_of(P0, D0) and link.took_ms < 5000
         assert await counted(linker.worker) == {"links_made": 1}
+        linker.worker.figures.note()
         assert (await linker.worker.registry.status())[D0].stages["link"]["count"] == 1
         assert repr(linker.links) == "<Links made=1 making=0>"
 

@@ -137,6 +137,7 @@ class Worker:
         self.handing.begin(prefill, decode)
         self.figures.count("links_made")
         self.figures.took(prefill, "prefill", 0.25)
+        self.figures.note()
         await self.registry.record_failure(decode, BreakerRules(threshold=100, open_s=10))
         assert await self.budget.take()
         await self.view.watch()

@@ -138,11 +138,26 @@ async def test_stages_are_means_over_all_workers_and_go_with_their_node(redis: S
             worker.figures.took(A, "prefill", seconds)
         w1.figures.took(A, "link", 2.0)
         for worker in (w1, w2):
+            worker.figures.note()
             give_back(await worker.take())
         expected = {"prefill": {"mean_s": 1.0, "count": 3}, "link": {"mean_s": 2.0, "count": 1}}
         assert (await w1.registry.status())[A].stages == expected
         assert await w1.registry.remove(A)
+        w1.figures.took(A, "prefill", 0.5)  # of a request that ended after it
+        w1.figures.note()
+        await w1.take_nothing()
         assert redis.cli("EXISTS", redis.key(f"stages:{A}")) == 0
+
+
+async def test_stages_of_a_quarter_of_a_second_are_noted_together(redis: Space) -> None:
+    async with workers(redis, 1) as (w1,):
+        await w1.add_ready(A)
+        for _ in range(8):
+            w1.figures.took(A, "prefill", 0.25)
+        await w1.take_nothing()
+        assert redis.cli("EXISTS", redis.key(f"stages:{A}")) == 0
+        await aeventually(lambda: redis.cli("HGET", redis.key(f"stages:{A}"), "prefill_count") == "8", within_s=1.0)
+        assert float(redis.cli("HGET", redis.key(f"stages:{A}"), "prefill_s")) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -153,6 +168,7 @@ async def test_rubbish_among_the_stages_does_not_hide_the_status(redis: Space, d
         await w1.add_ready(A)
         w1.figures.took(A, "prefill", 0.5)
         w1.figures.took(A, "decode", 0.25)
+        w1.figures.note()
         give_back(await w1.take())
         for name, value in damage.items():
             redis.cli("HSET", redis.key(f"stages:{A}"), name, value)

@@ -30,7 +30,9 @@ NOT_FOR_PREFILL = (
 
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
-_ONE, _NO = Raw(b"1"), Raw(b"false")
+_members = msgspec.json.Decoder(Members).decode
+_value = msgspec.json.Decoder().decode
+_ONE, _NO, _NULL = Raw(b"1"), Raw(b"false"), Raw(b"null")
 
 
 def value_of(members: Members, name: str) -> Any:
@@ -101,10 +103,10 @@ def read_prefilled(whole: Whole) -> Prefilled:
     found = Prefilled({}, None, False)
     try:
         for text in texts:
-            members = msgspec.json.decode(text, type=Members)
+            members = _members(text)
             found.members |= members
-            usage = msgspec.json.decode(members.get("usage", Raw(b"null")))
-            choices = msgspec.json.decode(members.get("choices", Raw(b"null")))
+            usage = _value(members.get("usage", _NULL))
+            choices = _value(members.get("choices", _NULL))
             found.usage = usage if isinstance(usage, dict) else found.usage
             found.aborted |= _gave_up(choices)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
@@ -121,7 +123,7 @@ def shows_failure(first: bytes) -> bool:
         return True
     events = _events(first)
     try:
-        found = msgspec.json.decode(events[0] if events else first)
+        found = _value(events[0] if events else first)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     if not isinstance(found, dict):

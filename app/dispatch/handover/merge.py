@@ -25,6 +25,9 @@ LINE_LIMIT_BYTES = 2**20
 
 _FIGURES = re.compile(rb'"(?:usage|meta_info)"\s*:\s*\{').search
 
+_members = msgspec.json.Decoder(dict[str, Raw]).decode
+_value = msgspec.json.Decoder().decode
+
 Known = Callable[[], Prefilled | None]
 """What prefill said, once it is known."""
 
@@ -121,7 +124,7 @@ def put_right(text: bytes, prefilled: Prefilled) -> bytes:
     """A JSON object with prefill's figures in its `usage` and `meta_info`, and in those of the `response` that
     an event of /v1/responses holds; what is none passes as it is."""
     try:
-        members = msgspec.json.decode(text, type=dict[str, Raw])
+        members = _members(text)
         changes: dict[str, bytes] = {}
         usage = _object(members, "usage")
         if usage is not None and prefilled.usage is not None:
@@ -140,7 +143,7 @@ def put_right(text: bytes, prefilled: Prefilled) -> bytes:
 
 
 def _object(members: dict[str, Raw], name: str) -> dict[str, Any] | None:
-    value = msgspec.json.decode(members[name]) if name in members else None
+    value = _value(members[name]) if name in members else None
     return value if isinstance(value, dict) else None
 
 
