@@ -159,7 +159,7 @@ async def played(how: str, pieces: Iterable[bytes], *, wait: bool = True) -> See
         if wait:
             await (settled(state) if len(piece) > 1 else turns())
         if not side.reading.is_set():
-            await asyncio.wait_for(side.reading.wait(), 5)
+            await until(lambda: side.reading.is_set() or side.closing, 5)
         if side.closing:
             break
         protocol.data_received(piece)
