@@ -5,7 +5,7 @@
 #
 # Without EVENHAND_REDIS_URL it starts its embedded Redis: add `-v evenhand:/var/lib/evenhand` to keep the registry.
 
-FROM python:3.12-slim AS build
+FROM python:3.14-slim AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /src
 RUN apt-get update && apt-get install -y --no-install-recommends binutils tini
@@ -21,7 +21,7 @@ RUN /opt/evenhand/bin/pip install --no-deps . && /opt/evenhand/bin/pip uninstall
     && find /opt/evenhand \( -name '*.map' -o -name '*.py[xi]' -o -name '*.pxd' \) -delete \
     && find /opt/evenhand -name '*.so' -exec strip --strip-unneeded {} +
 
-FROM python:3.12-slim
+FROM python:3.14-slim
 # As process 1 the kernel would keep a SIGTERM from Python until it has a handler, so that a stop during the start were
 # lost; and somebody has to reap what a `docker exec` leaves behind.
 COPY --from=build /usr/bin/tini-static /usr/local/bin/tini
