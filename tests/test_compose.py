@@ -299,7 +299,7 @@ def test_redis_keeps_the_registry() -> None:
 
 def test_the_image_is_small_and_without_root() -> None:
     final = DOCKERFILE[DOCKERFILE.rindex("\nFROM ") :]
-    assert re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE) == ["python:3.12-slim"] * 2
+    assert re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE) == ["python:3.14-slim"] * 2
     assert re.search(r"^USER [1-9]\d*:[1-9]\d*$", final, re.MULTILINE)
     assert not re.search(r"gcc|build-essential|curl|pip", final)
     assert not re.search(r"^#\s*syntax", DOCKERFILE, re.MULTILINE)
