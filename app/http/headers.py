@@ -58,6 +58,7 @@ _PASSES: dict[frozenset[bytes], set[bytes]] = {NOT_FOR_ENGINE: set(), NOT_FOR_EN
 """Names that were found to pass: most requests have no others."""
 
 CLOSE = (b"connection", b"close")
+_NO_OPTIONS = {b"", b"close", b"keep-alive", b"content-length"}
 # nginx and friends collect an answer unless they are told not to; a stream must not wait for them.
 _FOR_STREAMS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
@@ -178,5 +179,5 @@ class ClientHead:
 
 
 def _options(connection: bytes) -> set[bytes]:
-    """The header names in a Connection value."""
-    return {option.strip().lower() for option in connection.split(b",")} - {b"", b"close", b"keep-alive"}
+    """The header names in a Connection value; what frames a message is not its to take away."""
+    return {option.strip().lower() for option in connection.split(b",")} - _NO_OPTIONS

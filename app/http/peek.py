@@ -92,9 +92,9 @@ def peek(
 def _model_of_large(body: bytes) -> str | None:
     """The model of a body with long texts, images most often; None: it has to be read whole.
 
-    What stands between a quote and the next is a text, or the end of one, or what is between two texts. Cut out, that
-    leaves a shorter text, or no JSON, for there two texts touch. So what still is JSON has the same fields, though
-    nobody has looked into the texts: an engine that minds a bare line end there says so itself.
+    What stands between a quote and the next, neither escaped, is a text or what is between two texts. Cut out, the
+    first leaves an empty text, and the second no JSON, for there two texts touch. So what still is JSON has the same
+    fields, though nobody has looked into the texts: an engine that minds a bare line end there says so itself.
     """
     kept = []
     at, begun, size = LONG_BYTES, 0, len(body)
@@ -102,7 +102,7 @@ def _model_of_large(body: bytes) -> str | None:
         first, last = body.rfind(b'"', begun, at), body.find(b'"', at)
         if last < 0:
             break
-        if first >= 0 and last - first > LONG_BYTES and body[last - 1] != BACKSLASH:
+        if last - first > LONG_BYTES and first >= 0 and BACKSLASH not in (body[first - 1], body[last - 1]):
             kept.append(body[begun : first + 1])
             begun = last
         at = last + LONG_BYTES

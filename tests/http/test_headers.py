@@ -152,3 +152,9 @@ def test_stream_is_never_collected_on_its_way() -> None:
 def test_encoded_is_known() -> None:
     assert head((b"content-encoding", b"gzip")).encoded
     assert not head((b"content-encoding", b"identity")).encoded
+
+
+def test_an_engine_can_not_name_the_length_away() -> None:
+    made = head((b"connection", b"x-a, Content-Length"), (b"content-length", b"5"), (b"x-a", b"1"))
+    assert made.content_length == 5
+    assert made.headers == [(b"content-length", b"5"), (b"x-request-id", ID)]

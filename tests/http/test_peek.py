@@ -193,6 +193,7 @@ long_pieces = st.sampled_from(
         b'"%s","%s":1' % (LONG, b"\\u006dodel"),
         b'"%s","model":"%s"' % (LONG, LONG),
         b'"%s","model":""' % LONG,
+        b'1,"model":"n\\"%s"' % LONG,
         b'"%s"%s"z"' % (LONG, b" " * LARGE_BYTES),
         b'"%s" "kv_transfer_params":1,"%s"' % (LONG, LONG),
         b'"%s' % LONG,
