@@ -228,3 +228,9 @@ def test_a_long_text_is_passed_over_unread() -> None:
     assert peek(body, allow_transfer_params=False) == ("n", body)
     with pytest.raises(BadRequest):
         peek(body.replace(LONG, b""), allow_transfer_params=False)
+
+
+@pytest.mark.parametrize("before", ["", "n", 'n"', "n\\"])
+def test_a_long_model_is_not_cut(before: str) -> None:
+    model = before + LONG.decode()
+    assert peek(json.dumps({"x": 1, "model": model}).encode(), allow_transfer_params=False)[0] == model
