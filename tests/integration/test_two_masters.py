@@ -40,12 +40,12 @@ def models_of(deployment: Deployment) -> list[str]:
 
 def test_r01_burst_over_two_masters_splits_exactly(stage: Stage) -> None:
     engines = stage.engines(2, ttft_s=2)
-    burst = stage.many(200)
-    seen = counts_while_filling(stage, burst, 200)
+    burst = stage.many(600)
+    seen = counts_while_filling(stage, burst, 600)
     assert all(answer.ok for answer in burst.result(30))
     assert max(abs(a - b) for a, b in seen) <= 1
     assert len(set(seen)) > 3, "the samples must show the burst on its way"
-    assert served(engines) == [100, 100]
+    assert served(engines) == [300, 300]
 
 
 def test_r02_streams_of_one_worker_count_at_once_for_all_others(stage: Stage) -> None:

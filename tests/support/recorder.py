@@ -36,7 +36,7 @@ class Received:
         return [value for key, value in self.headers if key == name]
 
 
-@dataclass
+@dataclass(eq=False)  # two over which nothing has come are two all the same
 class Wire:
     """One connection, and what came over it."""
 

@@ -115,7 +115,7 @@ def test_a_killed_server_is_started_again_with_its_data(make: Make) -> None:
     command(user, "CONFIG", "SET", "appendfsync", "always")
     command(user, "SET", "kept", "1")
     os.kill(server_pid(user), signal.SIGKILL)
-    eventually(lambda: ask(user.socket) == PONG, within_s=5)
+    eventually(lambda: ask(user.socket) == PONG)
     assert command(user, "GET", "kept") == "1"
 
 
