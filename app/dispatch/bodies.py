@@ -14,14 +14,14 @@ import msgspec
 
 from app.errors import BadRequest
 
-_decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode = msgspec.json.Decoder().decode
+decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+decode = msgspec.json.Decoder().decode
 
 
 def members_of(body: bytes) -> dict[str, msgspec.Raw]:
     """The members of a JSON object, each as it was written. Raises BadRequest."""
     try:
-        return _decode_members(body)
+        return decode_members(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         members = _second_opinion(body, "The request body", e)
         if not isinstance(members, dict):
@@ -34,7 +34,7 @@ def members_of(body: bytes) -> dict[str, msgspec.Raw]:
 def value_of(raw: msgspec.Raw, name: str) -> Any:
     """The value of the member `name`. Raises BadRequest."""
     try:
-        return _decode(raw)
+        return decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         # What the peek has only skipped over is looked at here for the first time: UTF-8, sizes of numbers.
         return _second_opinion(bytes(raw), name, e)

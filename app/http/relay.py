@@ -40,7 +40,7 @@ MESSAGES = "/v1/messages"
 """Anthropic's: its clients go by the names of events."""
 
 
-class Written(NamedTuple):
+class AroundLength(NamedTuple):
     """The headers that a client gets of an engine's answer, as they are written before and behind the value of
     Content-Length; `before` None: not with a length."""
 
@@ -48,7 +48,7 @@ class Written(NamedTuple):
     behind: bytes
 
     @classmethod
-    def of(cls, status: int, head: Head) -> Written:
+    def of(cls, status: int, head: Head) -> AroundLength:
         headers = ClientHead(status, head.headers, []).headers if 200 <= status <= 599 else []
         at = next((at for at, (name, _) in enumerate(headers) if name == LENGTH), None)
         if at is None:
@@ -251,9 +251,9 @@ def relay_again(answer: Answer, headers: Repeated, wire: Wire, served: Served, i
     if whole is None:
         return None
     status = answer.status
-    written: Written | None = headers.head.meaning
+    written: AroundLength | None = headers.head.meaning
     if written is None:
-        written = headers.head.meaning = Written.of(status, headers.head)
+        written = headers.head.meaning = AroundLength.of(status, headers.head)
     if written.before is None:
         return None
     size_bytes = len(whole)

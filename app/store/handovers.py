@@ -8,15 +8,13 @@ quarter of a second go together: a request has up to five.
 
 from __future__ import annotations
 
-import asyncio
-
 from app.metrics.families import STAGES
 from app.metrics.figures import Figures
 from app.store.keys import Keys
-from app.store.latencies import NOTE_AFTER_S
 from app.store.ledger import Ledger
 from app.store.links import hash_of
 from app.store.registry import Registry
+from app.store.soon import Soon
 
 
 class Handovers:
@@ -28,7 +26,7 @@ class Handovers:
         self._keys = keys
         self._figures = figures or Figures()
         self._sums: dict[tuple[str, str], tuple[float, int]] = {}  # url, stage -> seconds and times not noted yet
-        self._timer: asyncio.TimerHandle | None = None
+        self._soon = Soon(self.note)
 
     def count(self, what: str) -> None:
         """One more: links_made, links_failed, sessions_freed, sessions_lost, missing_params,
@@ -40,14 +38,12 @@ class Handovers:
         self._figures.observe(STAGES, seconds, stage, url)
         total_s, times = self._sums.get((url, stage), (0.0, 0))
         self._sums[url, stage] = total_s + seconds, times + 1
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(NOTE_AFTER_S, self.note)
+        if self._soon.timer is None:
+            self._soon.start()
 
     def note(self) -> None:
         """Send what is not noted yet; of nodes that are gone nothing is kept."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._soon.stop()
         sums, self._sums = self._sums, {}
         for (url, stage), (total_s, times) in sums.items():
             if url in self._registry.snapshot.nodes:

@@ -10,17 +10,15 @@ at once, before the release of its request: the next decision knows it.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from app.store.keys import Keys
 from app.store.scripts import Argument, Script
+from app.store.soon import Soon
 
 WINDOW = 15
 """Latencies kept per node (source: LMDeploy's LATENCY_DEQUE_LEN)."""
-NOTE_AFTER_S = 0.25
-"""What an operator sees of a latency may be so old; the prober's grace for a busy node is counted in seconds."""
 NODES_A_NOTE = 50
 """About 0.5 ms of Redis: nobody waits longer for a note than for a slow command."""
 
@@ -37,7 +35,7 @@ class Latencies:
         self._send = send
         self._windows: dict[str, deque[float]] = {}
         self._not_noted: dict[str, int] = {}  # url -> how many of its newest
-        self._timer: asyncio.TimerHandle | None = None
+        self._soon = Soon(self.note)
 
     def __repr__(self) -> str:
         return f"<Latencies of {len(self._windows)} nodes, not noted={sum(self._not_noted.values())}>"
@@ -62,14 +60,12 @@ class Latencies:
         self._not_noted[url] = self._not_noted.get(url, 0) + 1
         if self._at_once:
             self.note()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(NOTE_AFTER_S, self.note)
+        elif self._soon.timer is None:
+            self._soon.start()
 
     def note(self) -> None:
         """Send what is not noted yet."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._soon.stop()
         not_noted, self._not_noted = self._not_noted, {}
         keys, urls = self._keys, [url for url in not_noted if url in self._windows]
         for first in range(0, len(urls), NODES_A_NOTE):

@@ -9,15 +9,15 @@ As latencies they are figures: lost while Redis is away, told of a quarter of a 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from app.balancing.learning import Learned, learn
 from app.store.keys import Keys
-from app.store.latencies import NODES_A_NOTE, NOTE_AFTER_S
+from app.store.latencies import NODES_A_NOTE
 from app.store.load_index import LoadIndex
 from app.store.scripts import Argument, Script
+from app.store.soon import Soon
 
 SAMPLES = 100
 """Of one node in one note: more than a node answers in a quarter of a second, and a bound for what Redis reads."""
@@ -44,7 +44,7 @@ class Speeds:
         self._send = send
         self._learned: dict[str, Learned] = {}
         self._rates: dict[str, list[float]] = {}  # url -> work per second, oldest first, not told yet
-        self._timer: asyncio.TimerHandle | None = None
+        self._soon = Soon(self.note)
 
     def __repr__(self) -> str:
         return f"<Speeds of {len(self._learned)} nodes, not told={sum(map(len, self._rates.values()))}>"
@@ -65,14 +65,12 @@ class Speeds:
         rates = self._rates.setdefault(url, [])
         if len(rates) < SAMPLES:
             rates.append(work / max(latency_s, SHORTEST_S))
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(NOTE_AFTER_S, self.note)
+        if self._soon.timer is None:
+            self._soon.start()
 
     def note(self) -> None:
         """Learn from what has come, and send it."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._soon.stop()
         fresh, self._rates = self._rates, {}
         now_s = time.monotonic()
         for url, rates in fresh.items():

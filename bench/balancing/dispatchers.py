@@ -10,8 +10,8 @@ from app.balancing import DECIDE_BY_LEARNED, POLICIES, Candidate
 from app.balancing.learning import Learned, learn
 from app.dispatch.work import TOKEN_BYTES, work_of
 from app.store.keys import Keys
-from app.store.latencies import NOTE_AFTER_S
 from app.store.scripts import load_scripts
+from app.store.soon import NOTE_AFTER_S
 from bench.balancing.simulation import Request, Scenario
 
 if TYPE_CHECKING:

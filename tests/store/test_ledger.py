@@ -19,12 +19,13 @@ import pytest
 from app.errors import ModelNotFound, NoNodeAvailable
 from app.nodes import Role
 from app.store import ledger as ledger_module
-from app.store.latencies import NODES_A_NOTE, NOTE_AFTER_S
+from app.store.latencies import NODES_A_NOTE
 from app.store.ledger import Ticket
 from app.store.pipeline import Pipeline
 from app.store.registry import Registry
 from app.store.scripts import Code
 from app.store.snapshot import Pool, Snapshot
+from app.store.soon import NOTE_AFTER_S
 from tests.store.harness import Load, Worker, exact, give_back, ledger_of, of, totals, workers
 from tests.store.processes import worker_processes
 from tests.support.redis import Space, TcpProxy

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Raw
 
 from app.dispatch.answer import Whole
-from app.dispatch.bodies import encoded
+from app.dispatch.bodies import decode, decode_members, encoded
 from app.dispatch.bodies import value_of as decoded
 from app.errors import BadRequest, EngineProtocolError
 
@@ -30,8 +30,6 @@ NOT_FOR_PREFILL = (
 
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
-_members = msgspec.json.Decoder(Members).decode
-_value = msgspec.json.Decoder().decode
 _ONE, _NO, _NULL = Raw(b"1"), Raw(b"false"), Raw(b"null")
 
 
@@ -103,10 +101,10 @@ def read_prefilled(whole: Whole) -> Prefilled:
     found = Prefilled({}, None, False)
     try:
         for text in texts:
-            members = _members(text)
+            members = decode_members(text)
             found.members |= members
-            usage = _value(members.get("usage", _NULL))
-            choices = _value(members.get("choices", _NULL))
+            usage = decode(members.get("usage", _NULL))
+            choices = decode(members.get("choices", _NULL))
             found.usage = usage if isinstance(usage, dict) else found.usage
             found.aborted |= _gave_up(choices)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
@@ -123,7 +121,7 @@ def shows_failure(first: bytes) -> bool:
         return True
     events = _events(first)
     try:
-        found = _value(events[0] if events else first)
+        found = decode(events[0] if events else first)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     if not isinstance(found, dict):

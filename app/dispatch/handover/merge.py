@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Raw
 
 from app.dispatch.answer import Begun, Whole, with_length
+from app.dispatch.bodies import decode, decode_members
 from app.dispatch.handover.bodies import Prefilled
 from app.upstream.transport import Response
 
@@ -24,9 +25,6 @@ LINE_LIMIT_BYTES = 2**20
 """Of an event that is held back until it is complete; of a longer one the beginning passes as it is."""
 
 _FIGURES = re.compile(rb'"(?:usage|meta_info)"\s*:\s*\{').search
-
-_members = msgspec.json.Decoder(dict[str, Raw]).decode
-_value = msgspec.json.Decoder().decode
 
 Known = Callable[[], Prefilled | None]
 """What prefill said, once it is known."""
@@ -124,7 +122,7 @@ def put_right(text: bytes, prefilled: Prefilled) -> bytes:
     """A JSON object with prefill's figures in its `usage` and `meta_info`, and in those of the `response` that
     an event of /v1/responses holds; what is none passes as it is."""
     try:
-        members = _members(text)
+        members = decode_members(text)
         changes: dict[str, bytes] = {}
         usage = _object(members, "usage")
         if usage is not None and prefilled.usage is not None:
@@ -143,7 +141,7 @@ def put_right(text: bytes, prefilled: Prefilled) -> bytes:
 
 
 def _object(members: dict[str, Raw], name: str) -> dict[str, Any] | None:
-    value = _value(members[name]) if name in members else None
+    value = decode(members[name]) if name in members else None
     return value if isinstance(value, dict) else None
 
 
