@@ -116,6 +116,33 @@ class Written(list[tuple[bytes, bytes]]):
         self.lines = lines
 
 
+def with_header(headers: Headers, name: bytes, value: bytes) -> Headers:
+    """The headers with one of that name, at the end, in place of those that they have; as written where they are.
+
+    Raises:
+        BadRequest: the value holds a CR, LF or NUL, which may also be found later, by `lines_of`.
+    """
+    kept = [header for header in headers if header[0] != name]
+    kept.append((name, value))
+    if type(headers) is not Written:
+        return kept
+    if _UNWRITABLE(value):
+        raise _unwritable(name)
+    lines = headers.lines
+    if len(kept) <= len(headers):
+        for header in headers:
+            if header[0] == name:
+                lines = _less_line(lines, b"%b: %b\r\n" % header)
+    return Written(kept, b"%b%b: %b\r\n" % (lines, name, value))
+
+
+def _less_line(lines: bytes, line: bytes) -> bytes:
+    if lines.startswith(line):
+        return lines[len(line) :]
+    at = lines.index(b"\r\n" + line) + 2
+    return lines[:at] + lines[at + len(line) :]
+
+
 def lines_of(headers: Collection[tuple[bytes, bytes]]) -> bytes:
     """The headers as they are written, each line with its end.
 
@@ -129,5 +156,9 @@ def lines_of(headers: Collection[tuple[bytes, bytes]]) -> bytes:
     ends = len(lines) - 1
     if written.count(b"\n") != ends or written.count(b"\r") != ends or b"\0" in written:
         at_fault = next(name for name, value in headers if _UNWRITABLE(name + value))
-        raise BadRequest(f"the request header {at_fault.decode('latin-1')!a} holds a line end or a NUL")
+        raise _unwritable(at_fault)
     return written
+
+
+def _unwritable(name: bytes) -> BadRequest:
+    return BadRequest(f"the request header {name.decode('latin-1')!a} holds a line end or a NUL")

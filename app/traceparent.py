@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 
 from app.errors import Headers
+from app.heads import with_header
 
 _PARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?").fullmatch
 _NEVER = b"ff"  # no version has this number
@@ -40,10 +41,10 @@ class Trace:
     def onwards(self, headers: Headers) -> tuple[int, Headers]:
         """The span id of a leg, and its headers: below this span. A `tracestate` without a trace of its own is left."""
         span_id = new_span_id()
-        dropped = (b"traceparent",) if self.parent_id else (b"traceparent", b"tracestate")
-        kept = [header for header in headers if header[0] not in dropped]
+        if not self.parent_id and any(name == b"tracestate" for name, _ in headers):
+            headers = [header for header in headers if header[0] != b"tracestate"]
         value = b"00-%032x-%016x-%02x" % (self.trace_id, span_id, _SAMPLED if self.sampled else 0)
-        return span_id, [*kept, (b"traceparent", value)]
+        return span_id, with_header(headers, b"traceparent", value)
 
 
 def read_parent(headers: Headers) -> Parent | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.errors import BadRequest, Headers
-from app.heads import Head, Written, is_to_be_kept, lines_of
+from app.heads import Head, Written, is_to_be_kept, lines_of, with_header
 
 HEAD = b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nX-Y: z\r\n\r\n"
 HEADERS: Headers = [(b"host", b"a"), (b"content-length", b"5"), (b"x-y", b"z")]
@@ -104,3 +104,38 @@ def test_lines() -> None:
 def test_a_header_is_one_line(bad: bytes) -> None:
     with pytest.raises(BadRequest, match="'a' holds a line end or a NUL"):
         lines_of([(b"ok", b"1"), (b"a", bad)])
+
+
+# --- headers as written -----------------------------------------------------------------------------------------------
+
+PLAIN: Headers = [(b"accept", b"*/*"), (b"x-accept-encoding", b"gzip"), (b"accept-encoding", b"gzip"), (b"x", b"y")]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        PLAIN,
+        PLAIN[2:],
+        PLAIN[:2],
+        PLAIN[2:3],
+        [],
+        [*PLAIN, (b"accept-encoding", b"gzip"), (b"accept-encoding", b"br")],
+        [(b"a", b"accept-encoding: gzip"), (b"accept-encoding", b"gzip")],
+        [(b"accept-encoding", b""), (b"a", b""), (b"accept-encoding", b"")],
+    ],
+)
+def test_one_header_takes_the_place_of_those_of_its_name(headers: Headers) -> None:
+    wanted = [header for header in headers if header[0] != b"accept-encoding"] + [(b"accept-encoding", b"identity")]
+    before = Written(headers, lines_of(headers))
+    found = with_header(before, b"accept-encoding", b"identity")
+    assert found == wanted and type(found) is Written
+    assert found.lines == b"".join(name + b": " + value + b"\r\n" for name, value in wanted)
+    assert before == headers and before.lines == lines_of(headers)
+    unwritten = with_header(headers, b"accept-encoding", b"identity")
+    assert unwritten == wanted and type(unwritten) is list
+
+
+@pytest.mark.parametrize("end", [b"\r", b"\n", b"\0"])
+def test_a_header_that_would_be_two_takes_nobody_s_place(end: bytes) -> None:
+    with pytest.raises(BadRequest, match="authorization"):
+        with_header(Written(PLAIN, lines_of(PLAIN)), b"authorization", b"Bearer a" + end + b"b: c")

@@ -37,10 +37,21 @@ class EngineRequest:
 
     method: bytes
     path: bytes
-    headers: list[tuple[bytes, bytes]]
+    headers: Headers
     body: bytes
     model: str
     upload: Upload | None = None
+
+    def having(self, *, headers: Headers | None = None, body: bytes | None = None) -> EngineRequest:
+        """The same request with other headers, or another body."""
+        return EngineRequest(
+            self.method,
+            self.path,
+            self.headers if headers is None else headers,
+            self.body if body is None else body,
+            self.model,
+            self.upload,
+        )
 
     @property
     def spent(self) -> bool:
@@ -62,6 +73,15 @@ class Whole:
         rest = self.body if self._rest is None else self._rest
         self._rest = b""
         return rest
+
+    def whole(self) -> bytes | None:
+        """As `transport.whole`."""
+        return self.body if self._rest is None else None
+
+    @property
+    def first(self) -> bytes:
+        """What it begins with: all of it."""
+        return self.body
 
     def close(self) -> None:
         pass

@@ -12,8 +12,9 @@ from app import journey as journeys
 from app.dispatch.answer import EngineRequest, Whole, with_length
 from app.dispatch.breakers import Breakers, speaks_against
 from app.errors import EngineProtocolError, EngineRefused, Headers, UpstreamError
+from app.heads import with_header
 from app.store.registry import Registry
-from app.upstream.transport import Response, Target, Timeouts, Transport
+from app.upstream.transport import Response, Target, Timeouts, Transport, whole
 
 CANCELLED = "cancelled"
 """The error of a leg that nobody waits for any more."""
@@ -25,8 +26,7 @@ REFUSAL_S = 5.0
 
 def uncompressed(request: EngineRequest) -> EngineRequest:
     """The request for an answer that is read here: the client's wish for a compressed one is not passed on."""
-    kept = (header for header in request.headers if header[0] != b"accept-encoding")
-    return replace(request, headers=[*kept, IDENTITY])
+    return request.having(headers=with_header(request.headers, *IDENTITY))
 
 
 class AnswerTooLong(EngineProtocolError):
@@ -150,12 +150,15 @@ class Caller:
         try:
             if response.status >= 400:
                 return await self.read_refusal(url, response)
-            body = bytearray()
-            while chunk := await self.read(url, response):
-                body += chunk
-                if len(body) > limit_bytes:
-                    raise AnswerTooLong(f"engine {url}: its answer is longer than {limit_bytes} bytes")
-            return Whole(url, response.status, response.headers, bytes(body))
+            body = whole(response)
+            if body is None:
+                read = bytearray()
+                while len(read) <= limit_bytes and (chunk := await self.read(url, response)):
+                    read += chunk
+                body = bytes(read)
+            if len(body) > limit_bytes:
+                raise AnswerTooLong(f"engine {url}: its answer is longer than {limit_bytes} bytes")
+            return Whole(url, response.status, response.headers, body)
         except asyncio.CancelledError:
             error = CANCELLED
             raise
@@ -191,8 +194,7 @@ class Caller:
         key = self._registry.snapshot.engine_keys.get(url) or self._engine_key
         if key is None:
             return headers
-        kept = [header for header in headers if header[0] != b"authorization"]
-        return [*kept, (b"authorization", b"Bearer " + key.encode())]
+        return with_header(headers, b"authorization", b"Bearer " + key.encode())
 
     def _target(self, url: str) -> Target:
         target = self._targets.get(url)

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,7 +144,7 @@ class Epd:
             except _Refused as e:
                 return Answer(e.answer, e.answer.url, ()), None
             # Not a 500 elsewhere: what the encoders have handed out may be used up.
-            return await self._inner.open(replace(request, body=body), retry_500=False), None
+            return await self._inner.open(request.having(body=body), retry_500=False), None
         # A pushed embedding goes to one consumer, so that one is held before anything is encoded.
         held = await self._consumer_taker.take_among(
             request.model, self._consumers.urls, only=before.url if before else None
@@ -159,7 +159,7 @@ class Epd:
             held.give_back()
             raise
         headers = [*without_rank(request.headers), *consumer.headers] if consumer.headers else request.headers
-        return await held.send(replace(request, body=body, headers=headers)), consumer
+        return await held.send(request.having(body=body, headers=headers)), consumer
 
     async def _encode(self, request: EngineRequest, media: MediaRequest, consumer_zmq: str | None) -> bytes:
         """Every distinct item encoded, concurrently; the body that goes on.
@@ -171,11 +171,18 @@ class Epd:
         groups = group_items(items, [ticket.url for ticket in tickets], batch_limit=self._rules.batch_limit)
         by_item = dict(zip((item.index for item in items), tickets, strict=True))
         reports: dict[Key, Report] = {}
+
+        def encoding(group: Group) -> Coroutine[Any, Any, None]:
+            held = [by_item[item.index] for item in group.items]
+            return self._encode_group(request, media, group, held, consumer_zmq, reports)
+
         try:
-            async with asyncio.TaskGroup() as calls:
-                for group in groups:
-                    held = [by_item[item.index] for item in group.items]
-                    calls.create_task(self._encode_group(request, media, group, held, consumer_zmq, reports))
+            if len(groups) == 1:
+                await encoding(groups[0])
+            else:
+                async with asyncio.TaskGroup() as calls:
+                    for group in groups:
+                        calls.create_task(encoding(group))
         except ExceptionGroup as failures:
             raise _first(failures) from None
         finally:

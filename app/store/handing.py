@@ -3,18 +3,21 @@ of a link.
 
 A prefill node's own count is given back at the end of its answer, and its cache is needed until decode's first
 bytes. Owns HASH handing:<worker> (`<prefill>|<decode>` -> hand-overs of this worker that go on). Written absolutely,
-on the ordered hot connection, behind nothing that waits: the note of a hand-over is there before the count is given
-back. What a dead worker wrote goes with its counts. It must not know HTTP.
+on the ordered hot connection, behind nothing that waits: that a pair hands over is there before the count is given
+back. How often it does, and that it no longer does, is noted four times a second: who reads it only wants to know
+whether anybody still needs the pair. What a dead worker wrote goes with its counts. It must not know HTTP.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from app.store.keys import Keys
 from app.store.ledger import Ledger
 from app.store.links import ends_of, pair_of
 from app.store.registry import Registry, as_unavailable, number
+from app.store.soon import Soon
 
 EXPIRES_S = 86_400
 """After the last hand-over that began, where no worker is left to clear away what a dead one wrote."""
@@ -27,31 +30,47 @@ class Handing:
         self._ledger = ledger
         self._key = keys.handing(worker)
         self._counts: Counter[str] = Counter()
+        self._noted: dict[str, int] = {}  # what the hash holds
+        self._soon = Soon(self._note_changes)
         ledger.on_told_again.append(self._note_again)
 
     def __repr__(self) -> str:
         return f"<Handing {self._counts.total()} between {len(self._counts)} pairs>"
 
     def begin(self, prefill: str, decode: str) -> None:
-        self._counts[pair_of(prefill, decode)] += 1
-        self._note(pair_of(prefill, decode))
+        pair = pair_of(prefill, decode)
+        self._counts[pair] += 1
+        if pair not in self._noted:
+            self._note([pair])
+        elif self._soon.timer is None:
+            self._soon.start()
 
     def end(self, prefill: str, decode: str) -> None:
         self._counts[pair_of(prefill, decode)] -= 1
-        self._note(pair_of(prefill, decode))
+        if self._soon.timer is None:
+            self._soon.start()
 
-    def _note(self, pair: str) -> None:
-        if count := self._counts[pair]:
-            self._ledger.note("HSET", self._key, pair, count)
+    def _note_changes(self) -> None:
+        self._soon.stop()
+        over = [pair for pair in self._noted if not self._counts[pair]]
+        if over:
+            self._ledger.note("HDEL", self._key, *over)
+        for pair in over:
+            del self._noted[pair], self._counts[pair]
+        self._note(self._noted)
+
+    def _note(self, pairs: Iterable[str]) -> None:
+        counts = {pair: self._counts[pair] for pair in pairs}
+        if counts:
+            self._noted |= counts
+            self._ledger.note("HSET", self._key, *(word for entry in counts.items() for word in entry))
             self._ledger.note("EXPIRE", self._key, EXPIRES_S)
-        else:
-            del self._counts[pair]
-            self._ledger.note("HDEL", self._key, pair)
 
     def _note_again(self) -> None:
         self._ledger.note("DEL", self._key)
-        for pair in list(self._counts):
-            self._note(pair)
+        self._noted.clear()
+        self._counts = +self._counts
+        self._note(self._counts)
 
 
 async def pairs_in_use(registry: Registry, keys: Keys) -> set[str]:

@@ -16,6 +16,7 @@ from tests.dispatch.fakes import D0, D1, P0, P1
 from tests.dispatch.linking import PAIR, LinkEngines, Linker, counted, hold, record, register
 from tests.store.harness import workers
 from tests.support.redis import Space
+from tests.support.wait import aeventually
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +208,7 @@ async def test_a_link_over_which_a_cache_is_on_its_way_is_undone_afterwards(redi
         await second.distserve.tidy()
         assert sorted(engines.calls) == [("drop", D1, P0), ("drop", P0, D1)]
         first.worker.handing.end(P0, D0)
-        await counted(first.worker)
+        await aeventually(lambda: redis.cli("EXISTS", redis.key(f"handing:{first.worker.name}")) == 0)
         await second.distserve.tidy()
         assert engines.calls[2:] == [("drop", P0, D0), ("drop", D0, P0)]
 

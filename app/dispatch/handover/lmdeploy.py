@@ -10,7 +10,8 @@ lmdeploy/serve/openai/distserve_fields.py, which newer engines want.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -27,11 +28,12 @@ from app.dispatch.handover.bodies import (
     with_values,
 )
 from app.dispatch.handover.links import Links
-from app.dispatch.handover.protocol import CHAT, Handed, Sequential
+from app.dispatch.handover.protocol import CHAT, Handed, HandOverLost, Sequential
 from app.dispatch.handover.sessions import Sessions
 from app.dispatch.hybrid import HeldNode
 from app.dispatch.pair import Pair
 from app.errors import BadRequest, UpstreamError
+from app.heads import with_header
 from app.store.handovers import Handovers
 from app.store.ledger import Ticket
 from app.store.migrations import Session
@@ -81,10 +83,10 @@ class Lmdeploy(Sequential):
         return for_prefill(kept, {"with_cache": True, "preserve_cache": True}, limits=limits)
 
     async def call_prefill(self, url: str, request: EngineRequest) -> Whole:
-        return await super().call_prefill(url, with_header(request))
+        return await super().call_prefill(url, from_proxy(request))
 
     async def call_decode(self, pair: Pair, request: EngineRequest, leg: Leg = Leg.WHOLE) -> Response:
-        return await super().call_decode(pair, with_header(request), leg)
+        return await super().call_decode(pair, from_proxy(request), leg)
 
     def life_of(self, url: str) -> int:
         return self._sessions.life_of(url)
@@ -113,9 +115,14 @@ class Lmdeploy(Sequential):
             self._sessions.hold(session)
         return move
 
-    def left_in_prefill(self, pair: Pair, life: int, answer: asyncio.Task[Whole]) -> None:
-        # Aborted, the engine would keep a cache of which nobody has learnt the number.
-        self._sessions.run_in_background(self._learn_and_free(pair.leave_prefill(), life, answer))
+    async def ask_prefill(self, pair: Pair, life: int, request: EngineRequest) -> Whole:
+        answer = asyncio.create_task(self.call_prefill(pair.prefill.url, request), name="prefill")
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            # Aborted, the engine would keep a cache of which nobody has learnt the number.
+            self._sessions.run_in_background(self._learn_and_free(pair.leave_prefill(), life, answer))
+            raise
 
     async def _learn_and_free(self, ticket: Ticket, life: int, answer: asyncio.Task[Whole]) -> None:
         url = ticket.url
@@ -187,8 +194,8 @@ def _value(members: Members, name: str) -> Any:
         return None
 
 
-def with_header(request: EngineRequest) -> EngineRequest:
-    return replace(request, headers=[*request.headers, FROM_PROXY])
+def from_proxy(request: EngineRequest) -> EngineRequest:
+    return request.having(headers=with_header(request.headers, *FROM_PROXY))
 
 
 class _Migrating(Handed):
@@ -211,6 +218,7 @@ class _Migrating(Handed):
         self._session = session
         self._sure = sure
         self._lives: str | None = None
+        self._taking: asyncio.Timeout | None = None
         self._links = links
         self._sessions = sessions
         self._figures = figures
@@ -227,6 +235,20 @@ class _Migrating(Handed):
         if self._sessions.life_of(self.prefill) != self._session.life:
             return True
         return self._lives is not None and self._links.lives_of(self.prefill, self.decode) != self._lives
+
+    async def taking(self, call: Awaitable[Response]) -> Response:
+        try:
+            async with asyncio.timeout(None) as self._taking:
+                return await call
+        except TimeoutError as e:
+            raise HandOverLost(f"{self.prefill} or {self.decode} was taken out in the middle of a hand-over") from e
+        finally:
+            self._taking = None
+
+    def end(self) -> None:
+        """Decode's call is to end at once: a node of the two was taken out."""
+        if self._taking is not None:
+            self._taking.reschedule(0.0)
 
     def taken(self) -> None:
         self._sessions.done(self)
@@ -254,7 +276,7 @@ class HeldDummy(HeldNode):
         except BaseException:
             self.give_back()
             raise
-        return await HeldNode.send(self, with_header(replace(request, body=body)))
+        return await HeldNode.send(self, from_proxy(request.having(body=body)))
 
     def _migration(self) -> dict[str, Any]:
         return {

@@ -17,7 +17,7 @@ from msgspec import Raw
 from app.dispatch.answer import Begun, Whole, with_length
 from app.dispatch.bodies import decode, decode_members
 from app.dispatch.handover.bodies import Prefilled
-from app.upstream.transport import Response
+from app.upstream.transport import Response, whole
 
 LIMIT_BYTES = 64 * 2**20
 """Of an answer that is put right as a whole; a longer one passes as it is."""
@@ -25,6 +25,8 @@ LINE_LIMIT_BYTES = 2**20
 """Of an event that is held back until it is complete; of a longer one the beginning passes as it is."""
 
 _FIGURES = re.compile(rb'"(?:usage|meta_info)"\s*:\s*\{').search
+
+_MEMBERS = {name: re.compile(rb'"%s"\s*:\s*' % name.encode()).finditer for name in ("usage", "meta_info", "response")}
 
 Known = Callable[[], Prefilled | None]
 """What prefill said, once it is known."""
@@ -47,17 +49,21 @@ async def merged(response: Response, known: Known, *, url: str, wait: Wait | Non
         return _Stream(response, known, wait)
     if kind != b"application/json":
         return response
-    body = bytearray()
-    while chunk := await response.read():
-        body += chunk
-        if len(body) > LIMIT_BYTES:
-            return Begun(response, bytes(body))
+    body = whole(response)
+    if body is None:
+        read = bytearray()
+        while chunk := await response.read():
+            read += chunk
+            if len(read) > LIMIT_BYTES:
+                return Begun(response, bytes(read))
+        body = bytes(read)
     if wait is not None:
         await wait()
     prefilled = known()
     response.close()
-    whole = bytes(body) if prefilled is None else put_right(bytes(body), prefilled)
-    return Whole(url, response.status, with_length(response.headers, len(whole)), whole)
+    if prefilled is not None:
+        body = put_right(body, prefilled)
+    return Whole(url, response.status, with_length(response.headers, len(body)), body)
 
 
 class _Stream:
@@ -174,11 +180,13 @@ def _replace(text: bytes, members: dict[str, Raw], name: str, value: bytes) -> b
     before = bytes(members[name])
     if before == value:
         return text
+    if text.count(before) == 1:
+        return text.replace(before, value)
     # A quote inside of a string is escaped, so this is a member; but perhaps one of an inner object.
-    places = [*re.finditer(rb'"%s"\s*:\s*%s' % (name.encode(), re.escape(before)), text)]
+    places = [found.end() for found in _MEMBERS[name](text) if text.startswith(before, found.end())]
     if len(places) == 1:
-        end = places[0].end()
-        return text[: end - len(before)] + value + text[end:]
+        (at,) = places
+        return text[:at] + value + text[at + len(before) :]
     ending = text[len(text.rstrip(b"\r\n")) :]
     start = text[: len(text) - len(text.lstrip(b" "))]
     return start + msgspec.json.encode(members | {name: Raw(value)}) + ending

@@ -12,7 +12,6 @@ import asyncio
 import random
 import secrets
 import time
-from dataclasses import replace
 
 from app.dispatch.answer import EngineRequest
 from app.dispatch.caller import Caller
@@ -22,6 +21,7 @@ from app.dispatch.handover.nixl import limits_of
 from app.dispatch.handover.protocol import CHAT, COMPLETIONS, RESPONSES, Concurrent, Legs
 from app.dispatch.pair import Pair
 from app.errors import EngineProtocolError, UpstreamError
+from app.heads import with_header
 from app.store.handovers import Handovers
 from app.upstream.management import EngineClient
 
@@ -69,14 +69,12 @@ class Mooncake(Concurrent):
             "transfer_id": transfer,
         }
         limits = limits_of(request.path.partition(b"?")[0])
-        kept = [header for header in request.headers if header[0] != RANK]
         return Legs(
-            replace(
-                request,
-                headers=[*kept, (RANK, b"%d" % rank)],
+            request.having(
+                headers=with_header(request.headers, RANK, b"%d" % rank),
                 body=for_prefill(members, {"kv_transfer_params": ask}, limits=limits),
             ),
-            replace(request, body=with_values(members, {"kv_transfer_params": fetch})),
+            request.having(body=with_values(members, {"kv_transfer_params": fetch})),
         )
 
     def failed(self, url: str) -> None:

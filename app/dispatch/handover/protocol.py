@@ -12,8 +12,8 @@ import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from app.dispatch.answer import Answer, Begun, Broke, EngineRequest, Whole
@@ -33,7 +33,7 @@ from app.dispatch.retries import never_arrived
 from app.dispatch.seldom import Seldom
 from app.errors import EngineProtocolError, EngineTimeout, EngineUnreachable, UpstreamError
 from app.store.handovers import Handovers
-from app.upstream.transport import Response
+from app.upstream.transport import Response, whole
 
 log = logging.getLogger("evenhand.dispatch")
 
@@ -80,13 +80,17 @@ class Protocol(ABC):
         response = await self.caller.send(url, uncompressed(request), leg, stage="decode")
         if response.status >= 400:
             return response
-        try:
-            first = await self.caller.read(url, response)
-        except BaseException:
-            response.close()
-            raise
+        body = whole(response)
+        if body is None:
+            try:
+                response = Begun(response, await self.caller.read(url, response))
+            except BaseException:
+                response.close()
+                raise
+        else:
+            response = Whole(url, response.status, response.headers, body)
         pair.took("decode", url, time.monotonic() - begun_s)
-        return Begun(response, first)
+        return response
 
 
 class Handed:
@@ -96,7 +100,6 @@ class Handed:
         self.prefilled = prefilled
         self.body = body
         self.valid_until_s = valid_until_s  # time.monotonic()
-        self.fetching: asyncio.Timeout | None = None
         self._abandoned = False
 
     @property
@@ -105,6 +108,10 @@ class Handed:
 
     def goes_to(self, url: str) -> None:
         """Decode at `url` is going to be called."""
+
+    async def taking(self, call: Awaitable[Response]) -> Response:
+        """Decode's answer, which shows whether it has taken it. Raises HandOverLost: `call` was ended before."""
+        return await call
 
     def taken(self) -> None:
         """Decode has sent its first token: the cache has moved."""
@@ -117,11 +124,6 @@ class Handed:
 
     def _give_up(self) -> None:
         """What a protocol does about what nobody takes."""
-
-    def end(self) -> None:
-        """Decode's call is to end at once: a node of the two was taken out."""
-        if self.fetching is not None:
-            self.fetching.reschedule(0.0)
 
     def voided(self) -> bool:
         """Whether what decode needs to take it has gone: then its refusal proves nothing."""
@@ -163,9 +165,9 @@ class Sequential(Protocol):
     def gave_up(self, url: str, life: int, prefilled: Prefilled) -> None:
         """Prefill answered that it gave the request up."""
 
-    def left_in_prefill(self, pair: Pair, life: int, answer: asyncio.Task[Whole]) -> None:
-        """The client left while prefill computes."""
-        answer.cancel()
+    async def ask_prefill(self, pair: Pair, life: int, request: EngineRequest) -> Whole:
+        """Prefill's answer. Cancelled where the client leaves meanwhile."""
+        return await self.call_prefill(pair.prefill.url, request)
 
     async def run(self, pair: Pair, request: EngineRequest) -> Answer:
         members = members_of(request.body)
@@ -185,7 +187,7 @@ class Sequential(Protocol):
     async def _prefill_somewhere(self, pair: Pair, request: EngineRequest, members: Members) -> Handed | Answer:
         """What prefill handed over; or its own answer where it failed, and no other prefill node may be tried."""
         path = request.path.partition(b"?")[0]
-        request = replace(request, body=self.prefill_body(members, path))
+        request = request.having(body=self.prefill_body(members, path))
         while True:
             try:
                 await self.link(pair)
@@ -203,12 +205,7 @@ class Sequential(Protocol):
     async def _prefill(self, pair: Pair, request: EngineRequest, members: Members) -> Handed | Answer:
         url, begun_s = pair.prefill.url, time.monotonic()
         life = self.life_of(url)
-        answer = asyncio.create_task(self.call_prefill(url, request), name="prefill")
-        try:
-            whole = await asyncio.shield(answer)
-        except asyncio.CancelledError:
-            self.left_in_prefill(pair, life, answer)
-            raise
+        whole = await self.ask_prefill(pair, life, request)
         if whole.status >= 400:
             return Answer(whole, url, ())
         pair.took("prefill", url, time.monotonic() - begun_s)
@@ -253,7 +250,7 @@ class Sequential(Protocol):
             raise
         url = pair.decode.url
         if response.status < 400:
-            if isinstance(response, Begun) and shows_failure(response.first):
+            if isinstance(response, Begun | Whole) and shows_failure(response.first):
                 handed.abandon()
             else:
                 handed.taken()
@@ -278,13 +275,7 @@ class Sequential(Protocol):
         url = pair.decode.url
         handed.goes_to(url)
         pair.took("handover", url, time.monotonic() - done_s)
-        try:
-            async with asyncio.timeout(None) as handed.fetching:
-                return await self.call_decode(pair, replace(request, body=handed.body))
-        except TimeoutError as e:
-            raise HandOverLost(f"{pair.prefill.url} or {url} was taken out in the middle of a hand-over") from e
-        finally:
-            handed.fetching = None
+        return await handed.taking(self.call_decode(pair, request.having(body=handed.body)))
 
     async def _decode_again(self, pair: Pair, handed: Handed, status: int) -> bool:
         """Whether a refused hand-over is to be made once more, at the same decode node or another."""

@@ -6,7 +6,6 @@ Source: python/sglang/srt/disaggregation/mini_lb.py and sgl-router in SGLang.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 from app.dispatch.answer import EngineRequest
@@ -43,7 +42,7 @@ class Sglang(Concurrent):
                 "bootstrap_room": [random.randrange(ROOMS) for _ in range(batch)],
             }
         )
-        both = replace(request, body=with_values(members, values))
+        both = request.having(body=with_values(members, values))
         return Legs(both, both)
 
 
