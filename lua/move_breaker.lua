@@ -4,11 +4,12 @@
 -- KEYS[2]  version            STRING registry version
 -- KEYS[3]  failures           HASH   url -> failures in a row, all workers
 -- ARGV[1]  url                node
--- ARGV[2]  move               'half_open': if its time is over; 'trial': claim the one trial of a half-open
---                             breaker; 'leave trial': it was given up; 'close': a request succeeded;
---                             'close on probation': a probe did
--- ARGV[3]  number             trial: ms after which a trial that told nothing may be claimed again;
---                             close on probation: failures that stay counted; else not used
+-- ARGV[2]  move               'half_open': if its time is over, or the node was down since; 'trial': claim the
+--                             one trial of a half-open breaker; 'leave trial': it was given up; 'close': a
+--                             request succeeded; 'close on probation': a probe did
+-- ARGV[3]  number             half_open: 1 = before its time is over; trial: ms after which a trial that told
+--                             nothing may be claimed again; close on probation: failures that stay counted;
+--                             else not used
 -- RETURN   {code, version}    code: 0 moved, 7 not from where it is
 -- COST     O(1)               CALLER app/store/registry.py
 local node, version_key, failures = KEYS[1], KEYS[2], KEYS[3]
@@ -23,7 +24,8 @@ if breaker ~= 'open' and breaker ~= 'half_open' then
 end
 
 if move == 'half_open' then
-    if breaker == 'half_open' or (tonumber(redis.call('HGET', node, 'breaker_until_ms') or '0') or 0) > now_ms then
+    local until_ms = tonumber(redis.call('HGET', node, 'breaker_until_ms') or '0') or 0
+    if breaker == 'half_open' or (number ~= '1' and until_ms > now_ms) then
         return { 7, version }
     end
     redis.call('HSET', node, 'breaker', 'half_open')

@@ -262,6 +262,10 @@ class Prober:
                 await self._registry.move_breaker(node.url, "close on probation", self._rules.breaker_failures)
             if state is not None:
                 await self._write(node, state, finding.words, finding.models)
+                back = state is State.READY and node.state in (State.DOWN, State.GONE)
+                if back and node.url in self._registry.snapshot.broken:
+                    # What failed there was the process that went down: one request may try this one at once.
+                    await self._registry.move_breaker(node.url, "half_open", 1)
             elif finding.kind == "ok" and node.state in (State.DOWN, State.GONE):
                 # Half-way up: the second look decides, and somebody may be waiting for it.
                 record.due_at_s = 0.0

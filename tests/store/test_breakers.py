@@ -253,6 +253,16 @@ async def test_it_is_half_open_only_when_its_time_is_over_and_only_once(redis: S
         assert made[1].registry.snapshot.half_open("m", Role.Hybrid) == [A]
 
 
+async def test_of_a_node_that_comes_back_it_is_half_open_before_its_time(redis: Space) -> None:
+    async with workers(redis, 1) as (w1,):
+        await w1.add_ready(A)
+        assert not await w1.registry.move_breaker(A, "half_open", 1), "it is closed"
+        await fail(w1, 5)
+        assert await w1.registry.move_breaker(A, "half_open", 1)
+        assert field(redis, "breaker") == "half_open"
+        assert not await w1.registry.move_breaker(A, "half_open", 1), "it is so already"
+
+
 async def test_of_all_who_claim_the_trial_exactly_one_has_it(redis: Space) -> None:
     async with workers(redis, 4) as made:
         await made[0].add_ready(A)

@@ -18,7 +18,7 @@ from app.errors import EngineBroke, EngineRefused, EngineTimeout, UpstreamError
 from app.nodes import Node, Role, State
 from app.store.keys import Keys
 from app.store.locator import Locator
-from app.store.registry import Registry
+from app.store.registry import BreakerRules, Registry
 from app.store.scripts import load_scripts
 from app.upstream.management import Health, Verdict
 from tests.store.harness import Worker, give_back, registered, totals
@@ -302,6 +302,31 @@ async def test_the_way_of_a_node_down_and_up_again(redis: Space) -> None:
         assert redis.cli("HGET", redis.key(f"node:{A}"), "reason") == ""
         one.engines.answers[A] = refused()
         await aeventually(becomes(redis, "down"))
+
+
+def breaker_of(space: Space, url: str = A) -> str | None:
+    found: str | None = space.cli("HGET", space.key(f"node:{url}"), "breaker")
+    return found
+
+
+async def test_a_node_that_comes_back_from_down_does_not_wait_for_its_breaker(redis: Space) -> None:
+    """The failures were those of the process that died. One that stayed up waits for its time."""
+    async with probing(redis) as one:
+        for url in (A, B):
+            await add(one.registry, url)
+            await aeventually(becomes(redis, "ready", url))
+            await one.registry.record_failure(url, BreakerRules(threshold=1, open_s=60.0))
+        one.engines.answers[A] = refused()
+        await aeventually(becomes(redis, "down"))
+        assert breaker_of(redis) == "open"
+        looks = one.engines.looks[A]
+        await aeventually(lambda: one.engines.looks[A] > looks + 3)
+        assert breaker_of(redis) == "open"
+        del one.engines.answers[A]
+        # The next good look closes it, on probation: one failure opens it again.
+        await aeventually(lambda: (state_of(redis), breaker_of(redis)) == ("ready", "closed"))
+        assert redis.cli("HGET", redis.key("failures"), A) == str(RULES.breaker_failures)
+        assert (state_of(redis, B), breaker_of(redis, B)) == ("ready", "open")
 
 
 def reason_of(space: Space, url: str = A) -> str | None:
