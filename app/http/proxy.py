@@ -162,7 +162,7 @@ class Proxy:
                     served.outcome = "shutdown"
                 await self._last_words(relay, scope, send, served)
         except EvenhandError as e:
-            served.outcome, served.reason = outcome_of(e), e.message
+            served.outcome, served.reason = outcome_of_error(e), e.message
             watch.stop()
             if answer is not None:
                 answer.close(Outcome.ENGINE_ERROR)
@@ -345,7 +345,7 @@ def form_type(scope: Scope) -> bytes | None:
     return bytes(found[0])
 
 
-def outcome_of(error: EvenhandError) -> str:
+def outcome_of_error(error: EvenhandError) -> str:
     """What a request that ends in `error` counts as."""
     if isinstance(error, UpstreamError):
         return Outcome.ENGINE_ERROR

@@ -77,6 +77,21 @@ def test_a_message_has_as_many_tokens_as_it_may(
     assert (end["delta"]["stop_reason"], end["usage"]["output_tokens"]) == (reason, len(said))
 
 
+@pytest.mark.parametrize(("limit", "count"), [(2, 2), (0, 0), (3, 3), (9, 3), (None, 3)])
+def test_a_response_has_as_many_tokens_as_it_may(engine_factory: Factory, limit: int | None, count: int) -> None:
+    url, text = engine_factory(chunks=3).url, "token0 token1 token2 "[: 7 * count]
+    status, details = ("completed", None) if count == 3 else ("incomplete", {"reason": "max_output_tokens"})
+    body = {"input": "a", "max_output_tokens": limit}
+    whole = ask(url, "/v1/responses", body).json()
+    assert whole["output"][0]["content"][0]["text"] == text
+    assert (whole["status"], whole["incomplete_details"], whole["usage"]["total_tokens"]) == (status, details, 5 + count)
+    lines = ask(url, "/v1/responses", body | {"stream": True}).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    said = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+    assert "".join(said) == text and len(said) == count
+    assert (events[-1]["type"], events[-1]["response"]) == (f"response.{status}", whole)
+
+
 def test_a_form_is_transcribed(engine_factory: Factory) -> None:
     url = engine_factory(chunks=1).url + "/v1/audio/transcriptions"
     sent = {"content-type": "multipart/form-data; boundary=x"}

@@ -121,20 +121,23 @@ def message(knobs: Knobs, model: str, asked: Body) -> Body:
 
 
 def response(knobs: Knobs, model: str, asked: Body) -> Body:
-    content = {"type": "output_text", "text": words(knobs), "annotations": []}
-    said = {"type": "message", "id": "msg_sim", "role": "assistant", "status": "completed", "content": [content]}
+    count = chunks_of(knobs, asked.get("max_output_tokens"))
+    status = "completed" if count == knobs.chunks else "incomplete"
+    content = {"type": "output_text", "text": words(knobs, count), "annotations": []}
+    said = {"type": "message", "id": "msg_sim", "role": "assistant", "status": status, "content": [content]}
     counted = {
         "input_tokens": 5,
         "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": knobs.chunks,
+        "output_tokens": count,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": 5 + knobs.chunks,
+        "total_tokens": 5 + count,
     }
     return {
         "id": "resp_sim",
         "object": "response",
         "created_at": CREATED,
-        "status": "completed",
+        "status": status,
+        "incomplete_details": None if status == "completed" else {"reason": "max_output_tokens"},
         "model": model,
         "output": [said],
         "parallel_tool_calls": True,
@@ -171,12 +174,12 @@ def message_stream(knobs: Knobs, model: str, asked: Body) -> Events:
 
 def response_stream(knobs: Knobs, model: str, asked: Body) -> Events:
     whole = response(knobs, model, asked)
-    begun = whole | {"status": "in_progress", "output": [], "usage": None}
+    begun = whole | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
     events: Events = [("response.created", {"response": begun})]
     place = {"item_id": "msg_sim", "output_index": 0, "content_index": 0}
-    for i in range(knobs.chunks):
+    for i in range(whole["usage"]["output_tokens"]):
         events.append(("response.output_text.delta", place | {"delta": f"{knobs.text}{i} ", "logprobs": []}))
-    events.append(("response.completed", {"response": whole}))
+    events.append((f"response.{whole['status']}", {"response": whole}))
     return [(name, {"type": name, "sequence_number": i} | data) for i, (name, data) in enumerate(events)]
 
 
