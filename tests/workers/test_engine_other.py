@@ -84,7 +84,8 @@ def test_a_response_has_as_many_tokens_as_it_may(engine_factory: Factory, limit:
     body = {"input": "a", "max_output_tokens": limit}
     whole = ask(url, "/v1/responses", body).json()
     assert whole["output"][0]["content"][0]["text"] == text
-    assert (whole["status"], whole["incomplete_details"], whole["usage"]["total_tokens"]) == (status, details, 5 + count)
+    assert (whole["status"], whole["incomplete_details"]) == (status, details)
+    assert whole["usage"]["total_tokens"] == 5 + count
     lines = ask(url, "/v1/responses", body | {"stream": True}).text.splitlines()
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
     said = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
