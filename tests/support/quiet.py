@@ -18,7 +18,7 @@ from tests.support.redis import PrivateRedis, Space
 MAY_STAY = re.compile(
     r"nodes|node:.+|engine_keys|version|unfinished|unfinished:.+|workers|sessions"
     r"|layout|latency:.+|latency_mean|explored|learned|learned_since|learning:.+|last_success|prober|discovering:.+|encoder_cursor|encoder_credit|links|handovers|stages:.+"
-    r"|failures|retries|requests|restating|dispatched|watched|decisions|arrangement"
+    r"|failures|retries|requests|restating|dispatched|watched|decisions|arrangement|load_index|load:.+"
 )
 
 
