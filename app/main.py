@@ -254,6 +254,7 @@ def create_app(settings: Settings) -> HttpFace:
         keys=access,
         seen=view,
         watched=ledger.watch_next,
+        expect=ledger.expect,
         lifespan=lifespan,
     )
 

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import hiredis
 import uvloop
 from uvicorn.config import Config
-from uvicorn.server import ServerState
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -53,7 +52,7 @@ from app.store.snapshot import Snapshot
 from app.upstream.connection import Connection
 from app.upstream.http1 import Http1Transport
 from app.upstream.transport import Timeouts
-from workers.protocol import Protocol
+from workers.protocol import Protocol, Shared
 
 ENGINES = tuple(f"http://10.0.0.{n}:23333" for n in (1, 2, 3))
 MODEL = "m"
@@ -162,7 +161,7 @@ class Known(Registry):
 class Client:
     """One connection; a request follows on the answer to the one before."""
 
-    def __init__(self, config: Config, state: ServerState) -> None:
+    def __init__(self, config: Config, state: Shared) -> None:
         self._protocol = Protocol(config=config, server_state=state, app_state={})
         self._protocol.connection_made(Wire(self._got))
         self._left = 0
@@ -241,7 +240,9 @@ async def measure(rounds: int) -> Cost:
     figures.on_ended.append(RequestLog(0.0, "text"))
     config = Config(app, http=Protocol, lifespan="off", log_config=None, proxy_headers=False)
     config.load()
-    clients = [Client(config, ServerState()) for _ in range(AT_ONCE)]
+    state = Shared()
+    state.expect = ledger.expect
+    clients = [Client(config, state) for _ in range(AT_ONCE)]
 
     directory = MetricsDirectory.make()
     publisher = Publisher(figures, MetricsWriter(directory.path, "guard"), lambda: ledger.trouble)

@@ -14,12 +14,13 @@ import termios
 import time
 import urllib.parse
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from app.errors import BadRequest, EvenhandError, ShuttingDown, error_answer
 from app.heads import Head, is_to_be_kept
@@ -59,6 +60,21 @@ class Flow(FlowControl):
             self._transport.resume_reading()
 
 
+class Shared(ServerState):
+    """uvicorn's state that all connections of a worker share, and ours.
+
+    `share`: of the worker in new connections; `stopping`: none is kept alive any more; `client_timeout_s`: how long a
+    client may owe something, 0 = for ever; `expect`: the app's, to be called where what is read begins a task.
+    """
+
+    def __init__(self, share: Share | None = None) -> None:
+        super().__init__()
+        self.share = share
+        self.stopping = False
+        self.client_timeout_s = 0.0
+        self.expect: Callable[[], None] | None = None
+
+
 class Protocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol with limits on what one client may hold, an end to keep-alive while the server stops,
     and an answer to those who offer an upgrade or have ended their side of the connection.
@@ -67,6 +83,7 @@ class Protocol(HttpToolsProtocol):
     and skips the body, so such a POST would arrive empty: it is read again without the offer.
     """
 
+    server_state: Shared
     flow: Flow
     cycle: Cycle  # type: ignore[assignment]  # in the place of uvicorn's; None before the first request
     pipeline: deque[tuple[Cycle, Any]]  # type: ignore[assignment]
@@ -88,6 +105,7 @@ class Protocol(HttpToolsProtocol):
     _fault: EvenhandError | None = None  # why a callback has ended the parsing
     _refusal: EvenhandError | None = None  # to be told once the answers before it are out
     _patience: Patience | None = None
+    _expect: Callable[[], None] | None = None
     _head: Head | None = None  # that came last and may come again
     _scope: Any = None  # of its request
     _strange_heads = 0  # kept in vain
@@ -99,8 +117,8 @@ class Protocol(HttpToolsProtocol):
         self.flow = Flow(transport)
         if self.scheme == "https":
             transport.set_write_buffer_limits(HIGH_WATER_LIMIT)  # as without TLS, which is not the event loop's default
-        limit_s: float = getattr(self.server_state, "client_timeout_s", 0.0)
-        self._patience = Patience(self.loop, limit_s, self._owed, self._give_up)
+        self._expect = self.server_state.expect
+        self._patience = Patience(self.loop, self.server_state.client_timeout_s, self._owed, self._give_up)
 
     def data_received(self, data: bytes) -> None:
         self._idle = False
@@ -162,11 +180,13 @@ class Protocol(HttpToolsProtocol):
         scope["headers"] = headers
         scope["state"] = self.app_state.copy()
         self.scope = scope
-        cycle = self.cycle = Cycle(self, keep_alive=not self._stopping, expected=None)
+        cycle = self.cycle = Cycle(self, keep_alive=not self.server_state.stopping, expected=None)
         self._heads += 1
         self._overhead_bytes = 0
         self._cycles = (cycle,)
         self._start_asgi_task(cycle, self.app)
+        if self._expect is not None:
+            self._expect()
         if len(data) - headers.end == headers.length:
             self._body_bytes += headers.length
             cycle.body, cycle.more_body = data[headers.end :], False
@@ -252,13 +272,15 @@ class Protocol(HttpToolsProtocol):
         expected = named.get(b"expect")
         keep_alive = version != "1.0" and parser.should_keep_alive()
         self._may_come_again = keep_alive and expected is None
-        keep_alive = keep_alive and not self._stopping
+        keep_alive = keep_alive and not self.server_state.stopping
         self.cycle = cycle = Cycle(self, keep_alive=keep_alive, expected=expected)
         self._in_head = self._begun = False
         self._heads += 1
         self._cycles = [*waiting, cycle]
         if not waiting:
             self._start_asgi_task(cycle, self.app)
+            if self._expect is not None:
+                self._expect()
             return
         cycle.room_bytes = HIGH_WATER_LIMIT
         self.pipeline.appendleft((cycle, self.app))
@@ -331,10 +353,6 @@ class Protocol(HttpToolsProtocol):
         waiting = len(self.pipeline)
         return waiting >= PIPELINED_AT_ONCE or (waiting > 0 and len(self.cycle.body) > HIGH_WATER_LIMIT)
 
-    @property
-    def _stopping(self) -> bool:
-        return getattr(self.server_state, "stopping", False)  # uvicorn's state has none before it stops
-
     # --- the end of a connection
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -395,7 +413,7 @@ class Protocol(HttpToolsProtocol):
         self._tell_of_departure()
         self._unset_keepalive_if_required()  # uvicorn leaves it to one that was reset, and all that it holds with it
         super().connection_lost(exc)
-        share: Share | None = getattr(self.server_state, "share", None)
+        share = self.server_state.share
         if share is not None:
             share.ended()
 

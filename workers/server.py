@@ -32,7 +32,7 @@ from uvicorn_worker import UvicornWorker
 from app.settings import Settings
 from workers.agreed import CANCEL_WAIT_S, LAST_WORDS_S, LIFESPAN_SHUTDOWN_S, READY_FD_VARIABLE, STOP_SIGNALS
 from workers.listener import Listener, Share
-from workers.protocol import Protocol
+from workers.protocol import Protocol, Shared
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -54,10 +54,12 @@ class GracefulServer(Server):
     """
 
     servers: list[Listener]  # type: ignore[assignment]
+    server_state: Shared
 
     def __init__(self, config: Config, app: object, *, grace_s: float, share: Share) -> None:
         super().__init__(config)
-        self.server_state.share = share  # type: ignore[attr-defined]
+        self.server_state = Shared(share)
+        self._share = share
         self._app = app
         self._grace_s = grace_s
         self._deadline: float | None = None  # time.monotonic(); set once the drain has begun
@@ -88,19 +90,20 @@ class GracefulServer(Server):
             return
         await starting
         config, state = self.config, self.server_state
+        state.expect = getattr(self._app, "expect", None)
 
         def make_protocol() -> asyncio.Protocol:
             return config.http_protocol_class(config=config, server_state=state, app_state=self.lifespan.state)  # type: ignore[call-arg]
 
         self.servers = [
-            Listener(sock, make_protocol=make_protocol, ssl_context=config.ssl, share=state.share)  # type: ignore[attr-defined]
+            Listener(sock, make_protocol=make_protocol, ssl_context=config.ssl, share=self._share)
             for sock in sockets or []
         ]
         report_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._set_deadline()
-        self.server_state.stopping = True  # type: ignore[attr-defined]
+        self.server_state.stopping = True
         for server in self.servers:
             server.close()
         await self._wait_tasks_to_complete()
@@ -189,7 +192,7 @@ class EvenhandWorker(UvicornWorker):  # type: ignore[misc]
         self.config.app = self.wsgi
         settings = Settings.load()
         server = GracefulServer(self.config, self.wsgi, grace_s=settings.grace_s, share=self.share)
-        server.server_state.client_timeout_s = settings.client_timeout_s  # type: ignore[attr-defined]
+        server.server_state.client_timeout_s = settings.client_timeout_s
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, server.stop)
         loop.add_signal_handler(signal.SIGQUIT, server.stop_quickly)

@@ -52,8 +52,16 @@ class HttpFace:
     """The ASGI application of one worker; made by `build_app`."""
 
     def __init__(
-        self, *, proxy: Proxy, site: Starlette, running: Running, watch: Watch, cors: Cors | None = None
+        self,
+        *,
+        proxy: Proxy,
+        site: Starlette,
+        running: Running,
+        watch: Watch,
+        expect: Callable[[], None],
+        cors: Cors | None = None,
     ) -> None:
+        self.expect = expect
         self.site = site
         self.running = running
         self._proxy = proxy
@@ -112,6 +120,7 @@ def build_app(
     metrics: Metrics | None = None,
     seen: Seen | None = None,
     watched: Callable[[], bool] = lambda: False,
+    expect: Callable[[], None] = lambda: None,
     tracer: Tracer | None = None,
     keys: KeyRing | None = None,
     lifespan: Lifespan[Starlette] | None = None,
@@ -126,6 +135,7 @@ def build_app(
         metrics: what `/metrics` shows.
         seen: what `/dashboard/state` and those beside it show.
         watched: whether somebody watches decisions.
+        expect: called, by a server that can, whenever it has read a request, whose task runs next.
         tracer: who records traces.
         keys: whoever made them keeps those of files up to date.
         lifespan: starts and stops what `app.main` has wired.
@@ -212,7 +222,7 @@ def build_app(
         lifespan=lifespan,
     )
     site.router.redirect_slashes = False
-    return HttpFace(proxy=proxy, site=site, running=running, watch=watch, cors=cors)
+    return HttpFace(proxy=proxy, site=site, running=running, watch=watch, expect=expect, cors=cors)
 
 
 def key_ring(settings: Settings) -> KeyRing:

@@ -321,6 +321,15 @@ class Ledger:
                 await pipeline.call(("EVAL", script.text, *script.evalsha(names, (self.worker, "1"))[2:]))
             pipeline.close()
 
+    def expect(self) -> None:
+        """A request has just been read, whose task acquires in the event loop's next turn: what that turn gathers
+        leaves with it, and not with the one after it.
+
+        Not for a request that begins in such a turn: who always has another one would keep all from leaving.
+        """
+        if self._pipeline is not None:
+            self._pipeline.flush_behind()
+
     # --- acquire ----------------------------------------------------------------------------------
 
     async def acquire(self, select: Select, *, again: bool = False) -> Ticket:

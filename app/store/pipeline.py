@@ -47,7 +47,7 @@ class Pipeline(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._outgoing: list[bytes] = []
         self._deferred: Callable[[Pipeline], None] | None = None
-        self._flush_due = False
+        self._flushing: asyncio.Handle | None = None
         self._waiting: deque[tuple[Callback, float]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._lost: StoreUnavailable | None = None
@@ -110,8 +110,8 @@ class Pipeline(asyncio.Protocol):
             return
         if self._deferred is not None:
             self._send_deferred()
-        if not self._flush_due:
-            self._flush_soon()
+        if self._flushing is None:
+            self._flushing = self._loop.call_soon(self._flush)
         self._outgoing.append(packed)
         self._waiting.append((callback, time.monotonic()))
         if self._timer is None:
@@ -129,8 +129,17 @@ class Pipeline(asyncio.Protocol):
         self._deferred = send
         if self._lost is not None:
             self._send_deferred()
-        elif not self._flush_due:
-            self._flush_soon()
+        elif self._flushing is None:
+            self._flushing = self._loop.call_soon(self._flush)
+
+    def flush_behind(self) -> None:
+        """Send only when all has run that the event loop has scheduled by now: it may have something to send too.
+
+        To be called while the loop reads, and not by what it runs then, which could go on without an end.
+        """
+        if self._flushing is not None:
+            self._flushing.cancel()
+        self._flushing = self._loop.call_soon(self._flush)
 
     async def call(self, command: Sequence[str | bytes | int]) -> Reply:
         """Send `command` and wait for its reply. Raises StoreUnavailable, also for an error reply."""
@@ -148,10 +157,6 @@ class Pipeline(asyncio.Protocol):
             raise StoreUnavailable(f"Redis answered: {reply}") from reply
         return reply
 
-    def _flush_soon(self) -> None:
-        self._flush_due = True
-        self._loop.call_soon(self._flush)
-
     def _send_deferred(self) -> None:
         send, self._deferred = self._deferred, None
         if send is not None:
@@ -162,7 +167,7 @@ class Pipeline(asyncio.Protocol):
             if self._deferred is not None:
                 self._send_deferred()
         finally:
-            self._flush_due = False
+            self._flushing = None
         if self._transport is not None and self._outgoing:
             self._transport.write(b"".join(self._outgoing))
         self._outgoing.clear()

@@ -16,7 +16,6 @@ import pytest
 from pydantic import SecretStr
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
 
 from app.dispatch.answer import EngineRequest, Outcome
 from app.errors import ModelNotFound, UpstreamError
@@ -28,6 +27,7 @@ from app.nodes import Node, Role, State
 from app.settings import Settings
 from app.store.registry import NodeStatus
 from app.store.snapshot import Snapshot
+from workers.protocol import Shared
 
 Pairs = list[tuple[bytes, bytes]]
 JSON: Pairs = [(b"content-type", b"application/json")]
@@ -558,8 +558,8 @@ async def listening(
     """The app behind a real protocol (httptools), uvicorn's or ours, on a loopback port. Only ours has the timeout."""
     config = Config(app, http="httptools", lifespan="off", log_config=None, proxy_headers=False)
     config.load()
-    state = ServerState()
-    state.client_timeout_s = client_timeout_s  # type: ignore[attr-defined]
+    state = Shared()
+    state.client_timeout_s = client_timeout_s
     server = await asyncio.get_running_loop().create_server(
         lambda: protocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
     )

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from uvicorn.config import Config
-from uvicorn.server import ServerState
 
 from app.dispatch.answer import Answer, EngineRequest
 from app.http.routes import build_app
@@ -19,7 +18,7 @@ from app.upstream.http1 import Http1Transport
 from app.upstream.transport import Target, Timeouts
 from tests.http.fakes import FakeEngines, FakeRegistry, until
 from tests.support.loop import LoopThread
-from workers.server import Protocol
+from workers.protocol import Protocol, Shared
 
 
 class ClientSide(asyncio.Transport):
@@ -97,8 +96,8 @@ class Face:
         )
         self._config = Config(app, http=Protocol, lifespan="off", log_config=None, proxy_headers=False)
         self._config.load()
-        self._state = ServerState()
-        self._state.client_timeout_s = client_timeout_s  # type: ignore[attr-defined]
+        self._state = Shared()
+        self._state.client_timeout_s = client_timeout_s
 
     def connect(self, transport: ClientSide) -> Protocol:
         """In the loop's thread."""

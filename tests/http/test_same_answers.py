@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from uvicorn.config import Config
-from uvicorn.server import ServerState
 
 from app.http.routes import build_app
 from app.settings import Settings
@@ -21,7 +20,7 @@ from app.upstream.http1 import Http1Transport
 from tests.http.fakes import FakeEngines, FakeRegistry, until
 from tests.http.in_process import ClientSide, Straight
 from tests.upstream.scripted import Peer, ScriptedServer, turns
-from workers.protocol import Protocol
+from workers.protocol import Protocol, Shared
 
 Pairs = list[tuple[bytes, bytes]]
 
@@ -64,7 +63,7 @@ class Client:
         )
         self.config = Config(app, http=Protocol, lifespan="off", log_config=None, proxy_headers=False)
         self.config.load()
-        self.state = ServerState()
+        self.state = Shared()
         self.connect()
 
     def connect(self) -> None:

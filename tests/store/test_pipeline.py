@@ -237,6 +237,19 @@ async def test_why_a_server_turned_it_away_is_told_though_the_write_failed_first
             await opening
 
 
+async def test_what_is_to_run_next_may_still_send_in_the_same_write(redis: Space) -> None:
+    async with opened(redis.url) as (pipeline, _):
+        loop, written, got = asyncio.get_running_loop(), written_by(pipeline), Replies()
+        for i in range(5):
+            loop.call_soon(pipeline.submit, ("ECHO", f"{i}"), got.to(i))
+            pipeline.flush_behind()
+        await aeventually(lambda: len(got) == 5)
+        assert len(written) == 1 and [name for name, _ in got] == [0, 1, 2, 3, 4]
+        pipeline.flush_behind()  # of nothing
+        await asyncio.sleep(0)
+        assert len(written) == 1
+
+
 # --- what is said last of a turn ------------------------------------------------------------------
 
 

@@ -13,12 +13,11 @@ from itertools import pairwise
 from typing import Any
 
 from uvicorn.config import Config
-from uvicorn.server import ServerState
 
 from app.http.ports import WIRE
 from tests.http.fakes import until
 from tests.http.in_process import ClientSide
-from workers.protocol import Protocol
+from workers.protocol import Protocol, Shared
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 PIECE_BYTES = 60_000
@@ -124,7 +123,7 @@ class Side(ClientSide):
 def connected(app: App, transport: ClientSide | None = None, **state_of_server: Any) -> tuple[Protocol, Side, Any]:
     config = Config(app=app, http=Protocol, lifespan="off", log_config=None, proxy_headers=False)
     config.load()
-    state: Any = ServerState()
+    state: Any = Shared()
     for name, value in state_of_server.items():
         setattr(state, name, value)
     side = transport or Side()

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 from uvicorn.config import Config
-from uvicorn.server import ServerState
 
 from app.http.ports import WIRE
 from workers.cycle import JOIN_LIMIT_BYTES
-from workers.protocol import Protocol
+from workers.protocol import Protocol, Shared
 
 Pairs = list[tuple[bytes, bytes]]
 HTML: Pairs = [(b"content-type", b"text/html")]
@@ -51,10 +50,10 @@ class Socket(asyncio.Transport):
         pass
 
 
-def connected(app: Callable[..., Awaitable[None]]) -> tuple[Protocol, Socket, ServerState]:
+def connected(app: Callable[..., Awaitable[None]]) -> tuple[Protocol, Socket, Shared]:
     config = Config(app=app, http=Protocol, lifespan="off", log_level="critical")
     config.load()
-    state = ServerState()
+    state = Shared()
     protocol, socket = Protocol(config=config, server_state=state, app_state={}), Socket()
     protocol.connection_made(socket)
     return protocol, socket, state

@@ -12,20 +12,20 @@ import pytest
 import trustme
 from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.server import ServerState
 
 from app.http.ports import WIRE
 from tests.http.fakes import until
 from tests.http.in_process import ClientSide
-from workers.protocol import PIPELINED_AT_ONCE, Protocol
+from tests.support.wait import aeventually
+from workers.protocol import PIPELINED_AT_ONCE, Protocol, Shared
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-def connected(app: App, transport: ClientSide | None = None) -> tuple[Protocol, ClientSide, ServerState]:
+def connected(app: App, transport: ClientSide | None = None) -> tuple[Protocol, ClientSide, Shared]:
     config = Config(app=app, http=Protocol, lifespan="off", log_config=None)
     config.load()
-    state = ServerState()
+    state = Shared()
     protocol, transport = Protocol(config=config, server_state=state, app_state={}), transport or ClientSide()
     protocol.connection_made(transport)
     return protocol, transport, state
@@ -48,6 +48,31 @@ async def reading(scope: Any, receive: Any, send: Any) -> None:
 
 def post(body: bytes, *lines: bytes) -> bytes:
     return b"\r\n".join([b"POST / HTTP/1.1", b"Host: x", b"Content-Length: %d" % len(body), *lines, b"", b""]) + body
+
+
+# --- what an app hears of what has been read
+
+
+async def test_an_app_that_wants_to_know_hears_of_each_request_that_is_read_before_its_task_runs() -> None:
+    """Not of one that waited behind another's answer: its task begins in a turn of tasks, and not while it is read."""
+    heard: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        heard.append("runs")
+        await reading(scope, receive, send)
+
+    protocol, transport, state = connected(app)
+    state.expect = lambda: asyncio.get_running_loop().call_soon(heard.append, "behind it")
+    protocol.connection_made(transport)
+    for _ in range(3):  # the second and third have a head that came before
+        protocol.data_received(post(b"abc"))
+        assert heard == []
+        await aeventually(lambda: len(heard) == 2)
+        assert heard == ["runs", "behind it"]
+        heard.clear()
+    protocol.data_received(post(b"abc") * 3)
+    await aeventually(lambda: heard.count("runs") == 3)
+    assert heard == ["runs", "behind it", "runs", "runs"]
 
 
 # --- reading ahead
@@ -107,7 +132,7 @@ async def test_over_tls_no_more_waits_for_a_client_than_without() -> None:
     config = Config(app=app, http=Protocol, lifespan="off", log_config=None)
     config.load()
     server = await asyncio.get_running_loop().create_server(
-        lambda: Protocol(config=config, server_state=ServerState(), app_state={}), "localhost", 0, ssl=server_side
+        lambda: Protocol(config=config, server_state=Shared(), app_state={}), "localhost", 0, ssl=server_side
     )
     port = server.sockets[0].getsockname()[1]
     _, writer = await asyncio.open_connection("localhost", port, ssl=client_side, limit=1024)
