@@ -153,6 +153,9 @@ def test_while_redis_is_frozen_requests_are_sent_again_within_the_budget(new_sta
     stage = new_stage
     engines = failing(stage, 2)
     good = stage.engine()
+    # Each worker hears once a second how many there are: until then the first to start had the floor for itself.
+    heard_s = time.monotonic() + 1.5
+    eventually(lambda: time.monotonic() > heard_s)
     with frozen(stage.space.server.pid):
         # The first of each worker wait for Redis once, the rest don't: then they go on from what they know.
         answers = stage.many(12, concurrency=4).result(30)
