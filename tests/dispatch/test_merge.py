@@ -149,6 +149,11 @@ def test_an_inner_object_that_looks_the_same_is_left_alone() -> None:
     assert json.loads(put_right(text, prefilled())) == {"choices": [{"usage": OF_DECODE}], "usage": RIGHT}
 
 
+def test_an_inner_object_that_looks_the_same_is_left_alone_however_the_name_is_written() -> None:
+    text = b'{"choices": [{"usage": %b}], "us\\u0061ge": %b}' % (text_of(OF_DECODE), text_of(OF_DECODE))
+    assert json.loads(put_right(text, prefilled())) == {"choices": [{"usage": OF_DECODE}], "usage": RIGHT}
+
+
 def test_the_usage_within_the_response_of_an_event_is_put_right() -> None:
     usage = {"input_tokens": 11, "input_tokens_details": {"cached_tokens": 10}, "output_tokens": 7, "total_tokens": 18}
     right = {**usage, "input_tokens_details": {"cached_tokens": 4}}

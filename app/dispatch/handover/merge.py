@@ -186,7 +186,10 @@ def _replace(text: bytes, members: dict[str, Raw], name: str, value: bytes) -> b
     places = [found.end() for found in _MEMBERS[name](text) if text.startswith(before, found.end())]
     if len(places) == 1:
         (at,) = places
-        return text[:at] + value + text[at + len(before) :]
+        replaced = text[:at] + value + text[at + len(before) :]
+        # Else it was the inner one, and this member's name is written with an escape.
+        if bytes(decode_members(replaced)[name]) == value:
+            return replaced
     ending = text[len(text.rstrip(b"\r\n")) :]
     start = text[: len(text) - len(text.lstrip(b" "))]
     return start + msgspec.json.encode(members | {name: Raw(value)}) + ending
