@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from app.errors import BadRequest, Headers
@@ -34,33 +36,34 @@ def test_what_was_found_before_stays_as_it_was() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        HEAD.replace(b"/v1/x", b"/v1/y"),
-        HEAD.replace(b"Host", b"host"),
-        HEAD.replace(b"Host: a", b"Host: b"),
-        HEAD.replace(b"X-Y: z", b"X-Y: Z"),
-        HEAD.replace(b"X-Y: z", b"X-Y: z "),
         HEAD.replace(b"X-Y: z\r\n", b""),
         HEAD.replace(b"X-Y: z\r\n", b"X-Y: z\r\nContent-Length: 5\r\n"),
-        HEAD.replace(b": 5", b": +5"),
-        HEAD.replace(b": 5", b":  5"),
-        HEAD.replace(b": 5", b": 5 "),
         HEAD.replace(b": 5", b": 5, 5"),
         HEAD.replace(b": 5", b": 5_0"),
-        HEAD.replace(b": 5", b": -5"),
         HEAD.replace(b": 5", b": 0x5"),
-        HEAD.replace(b": 5", b": "),
-        HEAD.replace(b": 5", b": \xb2"),
         HEAD.replace(b": 5", b": " + b"1" * 13),
-        HEAD.replace(b"h: 5\r\n", b"h: 5\n"),
-        HEAD.replace(b"h: 5\r\n", b"h: 5\r"),
         b"\r\n" + HEAD,
-        HEAD[:-1],
         b"",
     ],
 )
-def test_one_byte_more_or_less_is_another_head(data: bytes) -> None:
+def test_what_is_not_the_same_is_another_head(data: bytes) -> None:
     head = kept()
     assert head is not None and head.of(data) is None
+
+
+def test_any_one_byte_makes_another_head_but_for_the_digits_of_its_length() -> None:
+    head = kept()
+    before, behind = HEAD.split(b"5")
+    same = re.compile(re.escape(before) + b"([0-9]+)" + re.escape(behind))
+    assert head is not None
+    for at in range(len(HEAD)):
+        assert head.of(HEAD[:at] + HEAD[at + 1 :]) is None
+        for byte in map(bytes, zip(range(256), strict=True)):
+            for data in (HEAD[:at] + byte + HEAD[at + 1 :], HEAD[:at] + byte + HEAD[at:]):
+                found, expected = head.of(data), same.match(data)
+                assert (found is not None) is (expected is not None), data
+                if found is not None and expected is not None:
+                    assert (found.length, found.end) == (int(expected[1]), expected.end())
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from pydantic import SecretStr
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from app.access_keys import KeyRing
 from app.dispatch.answer import EngineRequest, Outcome
 from app.errors import ModelNotFound, UpstreamError
 from app.http.metrics import Metrics
@@ -322,6 +323,7 @@ class World:
         figures: Figures | None = None,
         metrics: Metrics | None = None,
         watched: Callable[[], bool] = lambda: False,
+        keys: KeyRing | None = None,
         **settings: Any,
     ) -> None:
         self.settings = _settings(repr(settings))
@@ -341,6 +343,7 @@ class World:
             metrics=metrics or Metrics(settled_s=0.0),
             seen=self.seen,
             watched=watched,
+            keys=keys,
         )
 
     async def ask(self, method: str, path: str, body: bytes | Iterable[bytes] = b"", **more: Any) -> Reply:

@@ -6,21 +6,25 @@ headers in their order, none of the engine's connection, and an x-request-id of 
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from uvicorn.config import Config
 
+from app.dispatch.answer import Outcome
+from app.heads import Head
+from app.http.relay import relay_again
 from app.http.routes import build_app
+from app.metrics.figures import Figures, Served
 from app.settings import Settings
 from app.upstream.http1 import Http1Transport
-from tests.http.fakes import FakeEngines, FakeRegistry, until
-from tests.http.in_process import ClientSide, Straight
+from tests.http.fakes import FakeAnswer, FakeEngines, FakeRegistry, until
+from tests.http.in_process import Straight
 from tests.upstream.scripted import Peer, ScriptedServer, turns
-from workers.protocol import Protocol, Shared
+from tests.workers.same_head import Client
 
 Pairs = list[tuple[bytes, bytes]]
 
@@ -50,45 +54,22 @@ class Engine:
                 return
 
 
-class Client:
-    """One connection to the real app, whose only engine is the one at `url`."""
-
-    def __init__(self, straight: Straight, **settings: Any) -> None:
+@asynccontextmanager
+async def between(
+    engine: Engine, figures: Figures | None = None, **settings: Any
+) -> AsyncIterator[tuple[Client, ScriptedServer, Http1Transport]]:
+    """A client of the real app, whose only engine this is."""
+    async with ScriptedServer(engine) as server:
+        straight = Straight(server.url)
         app = build_app(
             settings=Settings.load(settings),
             registry=FakeRegistry(),  # type: ignore[arg-type]
             dispatcher=straight,
             engine_client=FakeEngines(),
             store_ok=lambda: None,
+            figures=figures,
         )
-        self.config = Config(app, http=Protocol, lifespan="off", log_config=None, proxy_headers=False)
-        self.config.load()
-        self.state = Shared()
-        self.connect()
-
-    def connect(self) -> None:
-        self.side = ClientSide()
-        self.protocol = Protocol(config=self.config, server_state=self.state, app_state={})
-        self.protocol.connection_made(self.side)
-
-    async def ask(self, *pieces: bytes) -> bytes:
-        """All that is written to the client on a request that comes in these reads."""
-        self.side.written.clear()
-        for piece in pieces:
-            self.protocol.data_received(piece)
-            await turns()
-        await until(lambda: not self.state.tasks, 5)
-        return bytes(self.side.written)
-
-    def leave(self) -> None:
-        self.protocol.connection_lost(None)
-
-
-@asynccontextmanager
-async def between(engine: Engine, **settings: Any) -> AsyncIterator[tuple[Client, ScriptedServer, Http1Transport]]:
-    async with ScriptedServer(engine) as server:
-        straight = Straight(server.url)
-        client = Client(straight, **settings)
+        client = Client(app)
         try:
             yield client, server, straight.transport
         finally:
@@ -291,10 +272,10 @@ async def test_the_same_answer_comes_the_same_each_time(name: str, bytewise: boo
         ids = [dict(headers)[b"x-request-id"] for _, headers, _ in engine.requests]
         assert ids == [id_of(one) for one in written]
         assert [len(body) for _, _, body in engine.requests] == [27, 27, 127, 34]
-        client.leave()
-        client.connect()  # another client, the engine's same connection
-        assert parted(await client.ask(request())) == (status, [*before, (b"x-request-id", ID), *behind], body)
+        other = Client(client.app)  # the engine's same connection
+        assert parted(await other.ask(request())) == (status, [*before, (b"x-request-id", ID), *behind], body)
         assert server.accepted == 1
+        other.leave()
 
 
 ORIGIN = b"https://chat.example"
@@ -478,3 +459,59 @@ async def test_what_an_engine_gets_is_the_same_each_time() -> None:
                 (b"x-request-id", b"mine"),
                 (b"content-length", b"%d" % (27 + n)),
             ]
+
+
+# --- what it was, and when it ends
+
+
+async def test_what_became_of_each_request_is_noted_each_time() -> None:
+    """200 and 404 and 500 behind one of its kind, and each with another length."""
+    said = [(b"200 OK", 0), (b"200 OK", 9), (b"404 No", 26), (b"404 No", 2), (b"500 No", 26), (b"500 No", 700)]
+    figures = Figures()
+    engine = Engine(lambda n: [wire(JSON, status=said[n][0], body=b"x" * said[n][1])])
+    async with between(engine, figures) as (client, server, _):
+        for n in range(len(said)):
+            await client.ask(request(n=n))
+        assert server.accepted == 1
+        found = [(one.status, one.bytes_in, one.bytes_out, one.outcome, one.node) for one in figures.ended]
+        outcomes = [Outcome.OK, Outcome.OK, *[Outcome.CLIENT_ERROR] * 2, *[Outcome.ENGINE_ERROR] * 2]
+        assert found == [
+            (int(status[:3]), 27 + n, size, outcome, server.url)
+            for n, ((status, size), outcome) in enumerate(zip(said, outcomes, strict=True))
+        ]
+
+
+async def test_a_worker_that_stops_says_so_with_the_same_answer_too() -> None:
+    async with between(Engine(lambda _: [wire(JSON, body=BODY)])) as (client, _, _):
+        for _ in range(2):
+            assert b"connection: close" not in await client.ask(request())
+        client.app.begin_shutdown(asyncio.get_running_loop().time() + 1000)
+        expected = [pair(JSON), length(BODY), (b"x-request-id", ID), (b"connection", b"close")]
+        assert parted(await client.ask(request())) == (200, expected, BODY)
+        assert client.side.closing
+
+
+class TakesWhole:
+    """A client's wire that takes whole answers only."""
+
+    def __init__(self, of: FakeAnswer) -> None:
+        self.of = of
+        self.taken: tuple[int, bytes, bytes] | None = None
+
+    def answer(self, status: int, lines: bytes, body: bytes) -> None:
+        assert self.of.outcomes, "a client that asks again at once would meet its own count"
+        self.taken = status, lines, body
+
+
+async def test_an_answer_is_measured_and_released_before_it_leaves_at_once() -> None:
+    top = wire(JSON)
+    kept = Head.begins(top, [pair(JSON), length(b"")])
+    assert kept is not None
+    for body, tokens in ((b'{"usage":{"completion_tokens":37}}', 37), (b"x" * 400, 100), (b"", 0)):
+        headers = kept.of(top.replace(b"h: 0", b"h: %d" % len(body)))
+        assert headers is not None
+        answer = FakeAnswer(body, headers=headers)
+        client = TakesWhole(answer)
+        assert relay_again(answer, headers, client, Served("/v1/x"), b"id") is Outcome.OK  # type: ignore[arg-type]
+        assert client.taken == (200, b"%b\r\ncontent-length: %d\r\nx-request-id: id\r\n" % (JSON, len(body)), body)
+        assert (answer.tokens, answer.outcomes) == (tokens, [Outcome.OK])

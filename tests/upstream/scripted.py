@@ -11,8 +11,9 @@ import contextlib
 import socket
 import ssl
 import struct
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,12 @@ def always(*pieces: bytes) -> Script:
             await peer.send(*pieces)
 
     return script
+
+
+def cut(wire: bytes, places: Iterable[int]) -> list[bytes]:
+    """What comes in one read each, where the cuts are at these places."""
+    ends = sorted({0, len(wire), *(place for place in places if 0 < place < len(wire))})
+    return [wire[a:b] for a, b in pairwise(ends)]
 
 
 async def turns(count: int = 4) -> None:

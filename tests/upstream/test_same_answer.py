@@ -11,7 +11,6 @@ import asyncio
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from app.upstream.connection import Connection, Http1Response
 from app.upstream.pool import Pool
 from app.upstream.transport import Target
 from tests.upstream.client import limits
-from tests.upstream.scripted import turns, until
+from tests.upstream.scripted import cut, turns, until
 from tests.upstream.unplugged import FakeTransport
 
 LOOPS = ("asyncio",)  # the bytes come by hand, not from a loop
@@ -103,8 +102,22 @@ class Line:
         assert wire.aborted is not got.kept
         return got
 
+    def stream(self, **more: float) -> tuple[Connection, FakeTransport, Http1Response]:
+        """A request whose answer has begun, as a stream in chunks."""
+        begun = self.begin(**more)
+        begun[0].data_received(EVENTS)
+        return begun
+
     def close(self) -> None:
         self.pool.close()
+
+
+async def after(times: int) -> Line:
+    """A connection behind that many requests that were answered."""
+    line = Line()
+    for _ in range(times):
+        await line.ask([OK])
+    return line
 
 
 HOW = ["read", "late", "sink", "full sink", "whole"]
@@ -154,11 +167,6 @@ async def take(response: Http1Response, how: str, got: Got) -> None:
 
 def by_byte(wire: bytes) -> list[bytes]:
     return [wire[i : i + 1] for i in range(len(wire))]
-
-
-def cut(wire: bytes, places: Iterable[int]) -> list[bytes]:
-    ends = sorted({0, len(wire), *(place for place in places if 0 < place < len(wire))})
-    return [wire[a:b] for a, b in pairwise(ends)]
 
 
 async def in_a_row(sent: Sequence[Sent], how: str = "read", *, places: Iterable[int] = ()) -> tuple[list[Got], int]:
@@ -297,6 +305,10 @@ CASES = {
     "100 before each": [Sent(b"HTTP/1.1 100 Continue\r\n\r\n" + OK)] * 3,
     "103 with a length before each": [Sent(b"HTTP/1.1 103 Early Hints\r\nContent-Length: 5\r\n\r\n" + OK)] * 3,
     "103 with the same headers before each": [Sent(OK[:-5].replace(b"200 OK", b"103 Early Hints") + OK)] * 3,
+    "103 with the same headers, then with the length of all behind it": [
+        Sent(OK[:-5].replace(b"200 OK", b"103 Early Hints") + OK),
+        Sent(OK[:-5].replace(b"200 OK", b"103 Early Hints").replace(b"h: 5", b"h: %d" % len(OK)) + OK),
+    ],
     "102, twice": [Sent(OK), Sent(b"HTTP/1.1 102 Processing\r\n\r\n" * 2 + OK), Sent(OK)],
     "204 with a length": [Sent(OK[:-5].replace(b"200 OK", b"204 No Content"))] * 3,
     "304 with a length": [Sent(OK[:-5].replace(b"200 OK", b"304 Not Modified"))] * 3,
@@ -415,8 +427,7 @@ async def test_a_status_that_is_none_breaks_behind_one_that_was_good(status: byt
 
 
 async def test_behind_half_a_head_a_head_that_came_before_is_a_part_of_it() -> None:
-    line = Line()
-    await line.ask([OK])
+    line = await after(1)
     got = await line.ask([b"HTTP/1.1 500 No\r\nX-A: ", OK])
     headers = [(b"x-a", b"HTTP/1.1 200 OK"), *HEADERS, (b"content-length", b"5")]
     assert got == Got(500, headers, b"hello", "", True)
@@ -477,18 +488,19 @@ async def test_a_reader_that_comes_later_gets_the_answer_that_was_its_own() -> N
     line.close()
 
 
-@pytest.mark.parametrize("seconds", [2, 3])
-async def test_every_answer_says_anew_how_long_its_connection_may_wait(seconds: int) -> None:
-    """A second less than the engine says."""
+async def test_every_answer_says_anew_how_long_its_connection_may_wait() -> None:
+    """A second less than the engine says; what was said on another connection is not said on this one."""
     line = Line()
-    for _ in range(3):
-        assert (await line.ask([answer(b"hello", b"Keep-Alive: timeout=%d" % seconds)])).kept
-        connection = line.pool.take(line.target.origin, line.pool.loop.time())
-        assert connection is not None
-        left_s = connection.idle_until_s - line.pool.loop.time()
-        assert seconds - 1.2 < left_s <= seconds - 1
-        line.pool.put(connection)
-    assert line.made == 1
+    for of_connection in ((3, 3, 2, 2, 3), (3, 2), (2, 2)):
+        for seconds in of_connection:
+            assert (await line.ask([answer(b"hello", b"Keep-Alive: timeout=%d" % seconds)])).kept
+            connection = line.pool.take(line.target.origin, line.pool.loop.time())
+            assert connection is not None
+            left_s = connection.idle_until_s - line.pool.loop.time()
+            assert seconds - 1.2 < left_s <= seconds - 1
+            line.pool.put(connection)
+        connection.drop()
+    assert line.made == 3
     line.close()
 
 
@@ -516,9 +528,7 @@ async def test_an_answer_before_all_was_sent_ends_its_connection(times: int) -> 
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("what", ["nothing", "a byte"])
 async def test_a_connection_that_ends_is_stale_only_behind_an_answer_and_before_the_next(times: int, what: str) -> None:
-    line = Line()
-    for _ in range(times - 1):
-        await line.ask([OK])
+    line = await after(times - 1)
     connection, _, response = line.begin()
     if what == "a byte":
         connection.data_received(OK[:1])
@@ -532,9 +542,7 @@ async def test_a_connection_that_ends_is_stale_only_behind_an_answer_and_before_
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize(("sent", "stage"), [(b"", "first_byte"), (OK[:20], "first_byte"), (OK[:-2], "idle")])
 async def test_an_engine_that_stops_is_given_up_in_time(times: int, sent: bytes, stage: str) -> None:
-    line = Line()
-    for _ in range(times - 1):
-        await line.ask([OK])
+    line = await after(times - 1)
     connection, wire, response = line.begin(first_byte=0.06, idle=0.06)
     if sent:
         connection.data_received(sent)
@@ -547,8 +555,7 @@ async def test_an_engine_that_stops_is_given_up_in_time(times: int, sent: bytes,
 
 
 async def test_an_answer_that_was_given_up_is_forgotten_with_its_connection() -> None:
-    line = Line()
-    await line.ask([OK])
+    line = await after(1)
     connection, wire, response = line.begin()
     connection.data_received(OK[:-2])
     response.close()
@@ -732,9 +739,8 @@ async def test_a_stream_is_what_its_chunks_say(name: str, how: str) -> None:
 
 async def test_a_chunk_is_handed_on_in_the_turn_in_which_it_came() -> None:
     line = Line()
-    connection, _, response = line.begin()
+    connection, _, response = line.stream()
     came: list[bytes] = []
-    connection.data_received(EVENTS)
     piping = asyncio.ensure_future(response.pipe(lambda data: came.append(data) is None, turns))
     await turns()
     for n in range(1, 20):
@@ -748,10 +754,9 @@ async def test_a_chunk_is_handed_on_in_the_turn_in_which_it_came() -> None:
 
 async def test_a_sink_that_is_full_gets_no_more_before_it_is_drained() -> None:
     line = Line()
-    connection, _, response = line.begin()
+    connection, _, response = line.stream()
     came: list[bytes] = []
     room = asyncio.Event()
-    connection.data_received(EVENTS)
     piping = asyncio.ensure_future(response.pipe(lambda data: came.append(data) or len(came) != 2, room.wait))  # type: ignore[func-returns-value,arg-type]
     await turns()
     for n in range(5):
@@ -772,8 +777,7 @@ async def test_a_sink_that_is_full_gets_no_more_before_it_is_drained() -> None:
 @pytest.mark.parametrize("how", ["nobody", "full sink"])
 async def test_chunks_that_nobody_takes_stop_the_reading(how: str) -> None:
     line = Line()
-    connection, wire, response = line.begin()
-    connection.data_received(EVENTS)
+    connection, wire, response = line.stream()
     room, came = asyncio.Event(), bytearray()
 
     def sink(data: bytes) -> bool:
@@ -801,8 +805,7 @@ async def test_chunks_that_nobody_takes_stop_the_reading(how: str) -> None:
 @pytest.mark.parametrize("how", ["sink", "read"])
 async def test_each_chunk_gives_an_engine_time_anew_and_no_more_than_that(how: str) -> None:
     line, idle_s = Line(), 0.1
-    connection, wire, response = line.begin(idle=idle_s)
-    connection.data_received(EVENTS)
+    connection, wire, response = line.stream(idle=idle_s)
     got = Got()
     taking = asyncio.ensure_future(take(response, how, got))
     for _ in range(6):
@@ -839,8 +842,7 @@ async def test_all_of_a_stream_has_its_time_however_its_chunks_come() -> None:
 @pytest.mark.parametrize("behind", ["trailers", "a chunk's extension", "a size"])
 async def test_many_chunks_are_no_long_head_and_what_surrounds_the_next_is_bounded(behind: str) -> None:
     line = Line()
-    connection, wire, response = line.begin()
-    connection.data_received(EVENTS)
+    connection, wire, response = line.stream()
     got = Got()
     taking = asyncio.ensure_future(take(response, "sink", got))
     await turns()
@@ -862,8 +864,7 @@ async def test_many_chunks_are_no_long_head_and_what_surrounds_the_next_is_bound
 
 async def test_a_stream_whose_client_left_takes_its_connection_with_it() -> None:
     line = Line()
-    connection, wire, response = line.begin()
-    connection.data_received(EVENTS)
+    connection, wire, response = line.stream()
     connection.data_received(OPEN)
     piping: asyncio.Future[Any] = asyncio.ensure_future(response.pipe(lambda data: True, turns))
     await turns()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from uvicorn.config import Config
@@ -17,6 +16,7 @@ from uvicorn.config import Config
 from app.http.ports import WIRE
 from tests.http.fakes import until
 from tests.http.in_process import ClientSide
+from tests.upstream.scripted import turns
 from workers.protocol import Protocol, Shared
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
@@ -116,25 +116,55 @@ async def body_of(receive: Any) -> bytes | None:
 class Side(ClientSide):
     """A client's side for one that may end it too; it has no socket."""
 
+    def __init__(self, host: str = "127.0.0.1", *, tls: bool = False) -> None:
+        super().__init__()
+        self._tls = tls
+        self.peer = (host, 5)
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        known = {"peername": self.peer, "sockname": ("127.0.0.1", 6), "sslcontext": self._tls or None}
+        return known.get(name, default)
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
     def end(self) -> str:
         return "aborted" if self.aborted else "closing" if self.closing else "ended" if self.ended else ""
 
 
-def connected(app: App, transport: ClientSide | None = None, **state_of_server: Any) -> tuple[Protocol, Side, Any]:
+def connected(app: App, side: Side | None = None, **state_of_server: Any) -> tuple[Protocol, Side, Any]:
     config = Config(app=app, http=Protocol, lifespan="off", log_config=None, proxy_headers=False)
     config.load()
     state: Any = Shared()
     for name, value in state_of_server.items():
         setattr(state, name, value)
-    side = transport or Side()
+    side = side or Side()
     protocol = Protocol(config=config, server_state=state, app_state={"kept": 1})
     protocol.connection_made(side)
-    return protocol, side, state  # type: ignore[return-value]
+    return protocol, side, state
 
 
-async def turns(count: int = 3) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
+class Client:
+    """One connection to an app."""
+
+    def __init__(self, app: App, host: str = "127.0.0.1", *, tls: bool = False, **state_of_server: Any) -> None:
+        self.app: Any = app
+        self.protocol, self.side, self.state = connected(app, Side(host, tls=tls), **state_of_server)
+
+    async def ask(self, *pieces: bytes) -> bytes:
+        """All that is written to the client on what comes in these reads."""
+        self.side.written.clear()
+        for piece in pieces:
+            self.protocol.data_received(piece)
+            await turns(6)
+        await self.answered()
+        return bytes(self.side.written)
+
+    async def answered(self) -> None:
+        await until(lambda: not self.state.tasks, 5)
+
+    def leave(self) -> None:
+        self.protocol.connection_lost(None)
 
 
 async def settled(state: Any, rounds: int = 40) -> None:
@@ -195,8 +225,3 @@ def by_byte(requests: Sequence[bytes]) -> list[bytes]:
         if inner:
             pieces += [request[i : i + 1] for i in range(len(request) - EDGE_BYTES, len(request))]
     return pieces
-
-
-def cut(wire: bytes, places: Iterable[int]) -> list[bytes]:
-    ends = sorted({0, len(wire), *(place for place in places if 0 < place < len(wire))})
-    return [wire[a:b] for a, b in pairwise(ends)]

@@ -11,28 +11,23 @@ import asyncio
 import re
 from dataclasses import replace
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import app.access_keys
-from app.access_keys import KeyRing
-from app.http.routes import build_app
-from app.settings import Settings
-from tests.http.fakes import FakeEngines, FakeHybrid, FakeRegistry, World, listening, until
+from tests.http.fakes import listening, until
+from tests.upstream.scripted import cut, turns
 from tests.workers.same_head import (
+    Client,
     Recording,
     Seen,
     afresh,
     by_byte,
     connected,
-    cut,
     played,
     settled,
-    turns,
 )
 from workers.protocol import Protocol
 
@@ -425,6 +420,12 @@ async def test_an_endless_head_or_trailer_is_refused_behind_the_same_head_too() 
         assert [one.body for one in seen.asked][:3] == [b"x" * 70_000] * 3 and seen.end == "ended"
 
 
+async def test_empty_lines_between_requests_do_not_add_up() -> None:
+    empty = b"\r\n" * 20_000
+    seen = await played("whole", [post(b"hello"), empty, post(b"hello"), empty, post(b"hello")])
+    assert len(seen.asked) == 3 and seen.end == ""
+
+
 async def read_ahead(pieces: list[bytes]) -> tuple[list[bool], int]:
     """Whether reading went on after each piece, while nothing is answered; and how many requests were begun."""
     begun: list[None] = []
@@ -501,32 +502,33 @@ async def unread(first: list[bytes], pieces: list[bytes]) -> tuple[bool, bool]:
 # --- the clock, and the ends of a connection
 
 
+async def after(times: int, **state_of_server: Any) -> Client:
+    """A connection behind that many requests that were answered."""
+    client = Client(Recording(), **state_of_server)
+    for _ in range(times):
+        await client.ask(post(b"hello"))
+    return client
+
+
 @pytest.mark.parametrize("times", [1, 2, 3])
 async def test_who_stops_in_the_body_is_told_so(times: int) -> None:
-    app = Recording()
-    protocol, side, state = connected(app, client_timeout_s=0.1)
-    for _ in range(times - 1):
-        protocol.data_received(post(b"hello"))
-        await settled(state)
-    protocol.data_received(post(b"hello")[:-2])
-    await until(lambda: side.ended)
-    assert side.written.count(b"HTTP/1.1 200") == times - 1 and side.written.count(b"HTTP/1.1 408") == 1
-    protocol.connection_lost(None)
-    await until(lambda: not state.tasks)
+    client = await after(times - 1, client_timeout_s=0.1)
+    client.side.written.clear()
+    client.protocol.data_received(post(b"hello")[:-2])
+    await until(lambda: client.side.ended)
+    assert statuses_of(client.side.written) == [408]
+    client.leave()
+    await client.answered()
 
 
 @pytest.mark.parametrize("times", [1, 2])
 async def test_who_goes_on_in_the_body_has_time(times: int) -> None:
-    app = Recording()
-    protocol, side, state = connected(app, client_timeout_s=0.2)
-    for _ in range(times - 1):
-        protocol.data_received(post(b"hello"))
-        await settled(state)
+    client = await after(times - 1, client_timeout_s=0.2)
     for piece in cut(post(LONG), range(150, len(LONG), 70_000)):  # each is enough to be waited for
-        protocol.data_received(piece)
+        client.protocol.data_received(piece)
         await asyncio.sleep(0.08)
-    assert app.asked[-1].body == LONG and not side.ended and not side.closing
-    protocol.connection_lost(None)
+    assert client.side.written.endswith(b"\r\n\r\n300000") and client.side.end() == ""
+    client.leave()
 
 
 async def test_who_is_in_a_body_at_every_look_has_time_for_each() -> None:
@@ -544,21 +546,21 @@ async def test_who_is_in_a_body_at_every_look_has_time_for_each() -> None:
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("times", [1, 2, 3])
 async def test_a_connection_is_idle_behind_the_same_head_and_not_in_its_body(whole: bool, times: int) -> None:
-    protocol, side, _ = connected(Recording())
-    protocol.timeout_keep_alive = limit_s = 0.1  # type: ignore[assignment]
-    for n in range(times):
-        last = n == times - 1
-        protocol.data_received(post(b"hello")[: None if whole or not last else -2])
-        await turns(8)
+    client = Client(Recording())
+    client.protocol.timeout_keep_alive = limit_s = 0.1  # type: ignore[assignment]
+    for _ in range(times - 1):
+        await client.ask(post(b"hello"))
+    client.side.written.clear()
+    client.protocol.data_received(post(b"hello")[: None if whole else -2])
     if not whole:
         await asyncio.sleep(2.5 * limit_s)
-        assert not side.closing
-        protocol.data_received(b"lo")
-    await until(lambda: side.written.count(b"HTTP/1.1 200") == times)
-    assert not side.closing
-    await until(lambda: side.closing, 10 * limit_s)
-    assert not side.ended
-    protocol.connection_lost(None)
+        assert not client.side.closing
+        client.protocol.data_received(b"lo")
+    await until(lambda: statuses_of(client.side.written) == [200])
+    assert not client.side.closing
+    await until(lambda: client.side.closing, 10 * limit_s)
+    assert not client.side.ended
+    client.leave()
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
@@ -612,185 +614,38 @@ async def test_an_app_hears_of_a_client_that_leaves(times: int, left: int) -> No
 
 @pytest.mark.parametrize("times", [1, 2, 3])
 async def test_who_expects_to_be_asked_is_asked_each_time(times: int) -> None:
-    protocol, side, state = connected(Recording())
+    client = Client(Recording())
     request = post(b"hello", b"Expect: 100-continue")
     for n in range(times):
-        side.written.clear()
-        protocol.data_received(request[:-5])
+        client.side.written.clear()
+        client.protocol.data_received(request[:-5])
         await turns(6)
-        assert side.written == b"HTTP/1.1 100 Continue\r\n\r\n", n
-        protocol.data_received(request[-5:])
-        await settled(state)
-        assert side.written.count(b"HTTP/1.1 200") == 1 and side.written.count(b"100 Continue") == 1
-    protocol.connection_lost(None)
+        assert client.side.written == CONTINUE, n
+        assert await client.ask(request[-5:]) == b"HTTP/1.1 200 OK\r\nx-length: 5\r\ncontent-length: 1\r\n\r\n5"
+    client.leave()
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
 async def test_a_worker_that_stops_says_so_with_the_same_head_too(times: int) -> None:
-    protocol, side, state = connected(Recording())
-    for n in range(times):
-        state.stopping = n == times - 1
-        side.written.clear()
-        protocol.data_received(post(b"hello"))
-        await settled(state)
-        assert (b"connection: close" in side.written) is (n == times - 1) is side.closing
-    protocol.connection_lost(None)
+    client = await after(times - 1)
+    assert b"connection: close" not in client.side.written and not client.side.closing
+    client.state.stopping = True
+    assert b"connection: close" in await client.ask(post(b"hello")) and client.side.closing
+    client.leave()
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("part", ["head", "body", "nothing"])
 async def test_a_worker_that_winds_down_lets_a_body_come(times: int, part: str) -> None:
-    protocol, side, state = connected(Recording())
-    request = post(b"hello")
-    for _ in range(times):
-        protocol.data_received(request)
-        await settled(state)
+    client, request = await after(times), post(b"hello")
     kept = {"head": 20, "body": len(request) - 2, "nothing": 0}[part]
     if kept:
-        protocol.data_received(request[:kept])
+        client.protocol.data_received(request[:kept])
     await turns(6)
-    protocol.wind_down(idle_before=float("inf"), heads=True)
-    assert (side.closing, side.ended) == (part == "nothing", part == "head")
+    client.protocol.wind_down(idle_before=float("inf"), heads=True)
+    assert client.side.end() == {"nothing": "closing", "head": "ended", "body": ""}[part]
     if part == "body":
-        protocol.data_received(request[kept:])
-        await settled(state)
-        assert side.written.split(b"HTTP/1.1 200")[-1].count(b"connection: close") == 1
-    assert side.written.count(b"HTTP/1.1 200") == times + (part == "body")
-    protocol.connection_lost(None)
-    await until(lambda: not state.tasks)
-
-
-# --- with the real app
-
-AUTHORIZED = [b"Host: h", b"Content-Type: application/json", b"Authorization: Bearer key-1"]
-CHAT = b'{"model":"m","messages":[]}'
-CHAT_LINE = b"POST /v1/chat/completions HTTP/1.1"
-
-
-def chat(*more: bytes, body: bytes = CHAT, lines: list[bytes] = AUTHORIZED) -> bytes:
-    return post(body, *more, line=CHAT_LINE, lines=lines)
-
-
-class Door:
-    """The real app behind our protocol, on one connection; its engines are a script."""
-
-    def __init__(self, keys: KeyRing | None = None, **settings: Any) -> None:
-        if keys is None:
-            world = World(**settings)
-            self.face, self.hybrid = world.app, world.hybrid
-        else:
-            self.hybrid = FakeHybrid()
-            self.face = build_app(
-                settings=Settings.load({}),
-                registry=FakeRegistry(),
-                dispatcher=self.hybrid,  # type: ignore[arg-type]
-                engine_client=FakeEngines(),
-                store_ok=lambda: None,
-                keys=keys,
-            )
-        self.protocol, self.side, self.state = connected(self.face)
-
-    async def ask(self, *pieces: bytes) -> tuple[int, dict[bytes, bytes], bytes]:
-        self.side.written.clear()
-        for piece in pieces:
-            self.protocol.data_received(piece)
-            await turns(6)
-        await until(lambda: not self.state.tasks)
-        top, _, body = bytes(self.side.written).partition(b"\r\n\r\n")
-        line, *lines = top.split(b"\r\n")
-        return int(line.split(b" ")[1]), dict(tuple(one.split(b": ", 1)) for one in lines), body  # type: ignore[misc]
-
-    def close(self) -> None:
-        self.protocol.connection_lost(None)
-
-
-async def test_a_key_that_differs_in_its_last_byte_is_refused() -> None:
-    door = Door(api_keys=["key-1"])
-    wrong = [*AUTHORIZED[:2], b"Authorization: Bearer key-2"]
-    statuses = [(await door.ask(chat(lines=lines)))[0] for lines in [AUTHORIZED, AUTHORIZED, wrong, wrong, AUTHORIZED]]
-    assert statuses == [200, 200, 401, 401, 200]
-    assert len(door.hybrid.requests) == 3
-    door.close()
-
-
-async def test_a_key_that_is_taken_away_opens_no_more_for_the_same_head(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(app.access_keys, "LOOK_EVERY_S", 0.01)
-    file = tmp_path / "keys"
-    file.write_text("key-1\nkey-2\n")
-    keys = KeyRing(api_file=file)
-    await keys.start()
-    watching = asyncio.create_task(keys.run())
-    door = Door(keys)
-    assert [(await door.ask(chat()))[0] for _ in range(2)] == [200, 200]
-    file.write_text("key-2\n")
-    await until(lambda: len(keys.api) == 1)
-    assert [(await door.ask(chat()))[0] for _ in range(2)] == [401, 401]
-    file.write_text("key-1\n")
-    await until(lambda: [key.digest for key in keys.api] == [app.access_keys.digest_of(b"key-1")])
-    assert (await door.ask(chat()))[0] == 200
-    watching.cancel()
-    door.close()
-
-
-async def test_a_request_has_the_id_that_it_brought_or_one_of_its_own() -> None:
-    door = Door()
-    own = [(await door.ask(chat(b"X-Request-Id: mine")))[1][b"x-request-id"] for _ in range(3)]
-    assert own == [b"mine"] * 3
-    new = [(await door.ask(chat()))[1][b"x-request-id"] for _ in range(4)]
-    assert len({*new, b"mine"}) == 5
-    ids = [dict(request.headers)[b"x-request-id"] for request in door.hybrid.requests]
-    assert ids == own + new
-    door.close()
-
-
-async def test_an_engine_gets_of_the_same_head_what_it_got_the_first_time() -> None:
-    door = Door()
-    lines = [*AUTHORIZED, b"X-Forwarded-For: 9.9.9.9", b"Connection: X-Hop, keep-alive", b"X-Hop: 1", b"Accept: a/b"]
-    for body in (CHAT, CHAT + b" ", CHAT):
-        assert (await door.ask(chat(b"X-Request-Id: mine", body=body, lines=lines)))[0] == 200
-    got = [(one.method, one.path, one.headers, one.model) for one in door.hybrid.requests]
-    assert got[0] == got[1] == got[2]
-    assert got[0][:2] == (b"POST", b"/v1/chat/completions")
-    assert dict(got[0][2]) == {
-        b"content-type": b"application/json",
-        b"accept": b"a/b",
-        b"x-forwarded-for": b"9.9.9.9, 127.0.0.1",
-        b"x-forwarded-host": b"h",
-        b"x-forwarded-proto": b"http",
-        b"x-request-id": b"mine",
-    }
-    assert [one.body for one in door.hybrid.requests] == [CHAT, CHAT + b" ", CHAT]
-    door.close()
-
-
-@pytest.mark.parametrize("over", ["whole", "cut", "only said"])
-async def test_a_body_may_be_no_longer_with_the_same_head(over: str) -> None:
-    door = Door(max_body_size=1000)
-    fits, longer = chat(body=CHAT + b" " * (1000 - len(CHAT))), chat(body=CHAT + b" " * (1001 - len(CHAT)))
-    pieces = {"whole": [longer], "cut": cut(longer, [400]), "only said": [longer[:300]]}[over]
-    assert [(await door.ask(chat()))[0] for _ in range(2)] == [200, 200]
-    assert (await door.ask(fits))[0] == 200
-    assert (await door.ask(*pieces))[0] == 413
-    assert len(door.hybrid.requests) == 3
-    door.close()
-
-
-async def test_a_face_that_shuts_down_closes_behind_the_same_head() -> None:
-    door = Door()
-    for _ in range(2):
-        assert b"connection" not in (await door.ask(chat()))[1]
-    door.face.begin_shutdown(asyncio.get_running_loop().time() + 1000)
-    assert (await door.ask(chat()))[1][b"connection"] == b"close" and door.side.closing
-    door.close()
-
-
-async def test_what_one_request_of_a_head_did_does_not_show_in_the_next() -> None:
-    """Model, body, path: all of it is read anew."""
-    door = Door()
-    for n in (1, 22, 333):
-        await door.ask(chat(body=b'{"model":"m%d","messages":[]}' % n))
-        await door.ask(head(b"GET /health HTTP/1.1", AUTHORIZED))
-    assert [one.model for one in door.hybrid.requests] == ["m1", "m22", "m333"]
-    door.close()
+        written = await client.ask(request[kept:])
+        assert statuses_of(written) == [200] and written.count(b"connection: close") == 1
+    client.leave()
+    await client.answered()
