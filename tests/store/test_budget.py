@@ -227,9 +227,12 @@ async def test_the_own_share_comes_back_after_the_window(own_redis: Space, monke
     async with workers(own_redis, 1) as made:
         own_redis.server.kill()
         await aeventually(lambda: not made[0].shared)
+        now_s = 1000.0
+        monkeypatch.setattr(budget_module, "time", SimpleNamespace(monotonic=lambda: now_s))
         assert await take(made, 60) == FLOOR
-        monkeypatch.setattr(budget_module, "WINDOW_S", 0.05)
-        await asyncio.sleep(0.1)
+        now_s += 9.9
+        assert await take(made, 60) == 0
+        now_s += 0.1
         assert await take(made, 60) == FLOOR
 
 
