@@ -109,6 +109,7 @@ def create_app(settings: Settings) -> HttpFace:
         strategy=settings.routing_strategy,
         strategies=settings.strategies,
         encoder_policy=settings.encoder_policy,
+        workers=settings.workers,
         lease_s=settings.lease_s,
         timeout_s=settings.redis_timeout_s,
         figures=figures,

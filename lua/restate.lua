@@ -17,8 +17,9 @@
 -- ARGV[4]  within             ms in which every worker states its counts after a loss; 0: this one joins for the
 --          first time, so nothing of it can be lost
 -- ARGV[5+] url, count         the whole ledger, counts > 0
--- RETURN   {code, version, known}  code: 0 stated, 4 superseded (a newer connection has spoken);
---          known: 1 where this generation was registered before, else 0; with code 4 the newer generation
+-- RETURN   {code, version, known, workers}  code: 0 stated, 4 superseded (a newer connection has spoken);
+--          known: 1 where this generation was registered before, else 0; with code 4 the newer generation;
+--          workers: how many the deployment has; 0 with code 4
 -- COST     O(ledger)          CALLER app/store/ledger.py
 local unfinished, ledger, sessions, workers = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local version_key, load_index, restating = KEYS[5], KEYS[6], KEYS[7]
@@ -28,7 +29,7 @@ local version = tonumber(redis.call('GET', version_key) or '0') or 0
 local registered = redis.call('HGET', sessions, worker)
 local newest = tonumber(registered or '0') or 0
 if newest > tonumber(generation) then
-    return { 4, version, newest }
+    return { 4, version, newest, 0 }
 end
 
 -- The first write is one that a full Redis refuses, as it would each acquire: behind a DEL, which it takes, it takes
@@ -78,4 +79,4 @@ redis.call('HSET', sessions, worker, generation)
 if not registered and within_ms > 0 then
     redis.call('SET', restating, worker, 'PX', within_ms)
 end
-return { 0, version, registered == generation and 1 or 0 }
+return { 0, version, registered == generation and 1 or 0, redis.call('ZCARD', workers) }

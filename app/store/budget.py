@@ -7,8 +7,8 @@ its own share.
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import time
 from collections import deque
 
 from redis.exceptions import RedisError
@@ -36,7 +36,7 @@ class RetryBudget:
 
     async def take(self) -> bool:
         """Whether one more request may be sent again; counts it if so. Never fails, waits for Redis once."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = time.monotonic()
         while self._own and self._own[0] <= now_s - WINDOW_S:
             self._own.popleft()
         affordable = await self._ask()

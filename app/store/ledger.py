@@ -180,6 +180,7 @@ class Ledger:
 
     Args:
         strategies: of models that have one of their own, by model.
+        workers: that this one's host starts, itself among them.
     """
 
     def __init__(
@@ -193,6 +194,7 @@ class Ledger:
         strategy: str,
         strategies: Mapping[str, str] | None = None,
         encoder_policy: str = "round_robin",
+        workers: int = 1,
         lease_s: float,
         timeout_s: float,
         draws: random.Random | None = None,
@@ -241,7 +243,8 @@ class Ledger:
         self._generation = 0
         self._changes = 0
         self._shunned: dict[str, float] = {}  # url -> until when local decisions pass it over, monotonic
-        self.workers = 1  # of the deployment, when Redis last said so
+        self.workers = workers  # of the deployment, when Redis last said so; never fewer than its host starts
+        self._workers_of_host = workers
         self._requests: deque[tuple[int, int]] = deque()  # second, this worker's in it; those of the window
         self._not_noted = 0  # of them, in Redis
         self._acquiring = 0
@@ -834,7 +837,6 @@ class Ledger:
         if self._pipeline is not None:
             pipeline = self._pipeline
             self.dispatched.note(lambda command: pipeline.submit(command, _ignore))
-            pipeline.submit(("ZCARD", self._keys.workers), self._heard_of_workers)
             pipeline.submit(("EXISTS", self._keys.watched), self._heard_of_watchers)
 
     def _heard_of_watchers(self, reply: Reply) -> None:
@@ -842,10 +844,6 @@ class Ledger:
         if self.watched:
             for tell in self.on_watched:
                 tell()
-
-    def _heard_of_workers(self, reply: Reply) -> None:
-        if isinstance(reply, int):
-            self.workers = max(1, reply)
 
     def note(self, *command: Argument) -> None:
         """Send a command that nobody waits for, behind all that was sent before; lost while Redis is away."""
@@ -887,12 +885,19 @@ class Ledger:
             return
         if isinstance(reply, Exception) or reply[0] != Code.DONE:
             self._drop(f"Redis did not take the counts: {reply}")
-        elif not reply[2] or reply[1] != self._registry.snapshot.version:
+            return
+        if not reply[2] or reply[1] != self._registry.snapshot.version:
             # Unknown again in mid-session: Redis lost its data. The registry looks at once.
             self._registry.refresh_soon()
             if not reply[2]:
                 self._lost_at_s = time.monotonic()
                 self._tell_again()
+        self._heard_of_workers(reply[3])
+
+    def _heard_of_workers(self, count: int) -> None:
+        # Those that Redis has lost come back to it one by one: until then it says too few.
+        if count > self.workers or self.counts_are_whole:
+            self.workers = max(count, self._workers_of_host)
 
     def _tell_again(self) -> None:
         for tell in self.on_told_again:
@@ -977,6 +982,7 @@ class Ledger:
         self._registry.refresh_soon()
         if not first:
             self._lost_at_s = time.monotonic()
+        self._heard_of_workers(reply[3])
         self._tell_again()
         # As loud as the line that said it was over.
         log.log(logging.INFO if quiet else logging.WARNING, "decisions are shared: joined as %s", self.worker)

@@ -147,19 +147,53 @@ async def test_a_pair_is_one_request(redis: Space) -> None:
 # --- while Redis is away ------------------------------------------------------------------------------
 
 
-async def test_while_redis_is_away_each_worker_keeps_to_its_own_share(own_redis: Space) -> None:
+async def test_while_redis_is_away_each_worker_keeps_to_its_own_share(
+    own_redis: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "RENEW_S", 0.1)
     async with workers(own_redis, 2) as made:
         await made[0].add_ready(A)
         await made[1].registry.refresh()
+        await aeventually(lambda: [worker.ledger.workers for worker in made] == [2, 2])
         own_redis.server.kill()
         await aeventually(lambda: not any(worker.shared for worker in made))
         give_back(await made[0].take(50))
-        for worker in made:
-            worker.ledger.workers = 2
         since_s = time.monotonic()
         assert await take(made[:1], 60) == FLOOR / 2 + 10
         assert await take(made[1:], 60) == FLOOR / 2
         assert time.monotonic() - since_s < 1.0, "nobody waits for what is known to be away"
+
+
+async def test_where_redis_was_never_met_each_worker_of_a_host_has_its_share(own_redis: Space) -> None:
+    own_redis.server.kill()
+    async with workers(own_redis, 4, on_host=4) as made:
+        assert await take(made, 60) == FLOOR
+        assert await take(made[:1], 10) == 0
+
+
+async def test_who_joins_knows_how_many_there_are_and_the_others_know_at_their_next_renewal(
+    redis: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "RENEW_S", 0.1)
+    async with workers(redis, 3, on_host=2) as made:
+        assert made[2].ledger.workers == 3
+        assert made[0].ledger.workers >= 2, "nobody told the first one that it is alone"
+        await aeventually(lambda: [worker.ledger.workers for worker in made] == [3, 3, 3])
+
+
+async def test_a_redis_that_lost_the_workers_makes_no_share_larger_while_they_come_back(
+    redis: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "RENEW_S", 0.1)
+    monkeypatch.setattr(ledger_module, "RESTATED_WITHIN_S", 1.0)
+    async with workers(redis, 1) as (w1,):
+        in_a_minute_ms = (second(redis) + 60) * 1000
+        redis.cli("ZADD", redis.key("workers"), in_a_minute_ms, "w8", in_a_minute_ms, "w9")
+        await aeventually(lambda: w1.ledger.workers == 3)
+        redis.cli("DEL", redis.key("workers"), redis.key("sessions"))
+        emptied_s = time.monotonic()
+        await aeventually(lambda: w1.ledger.workers == 1)
+        assert time.monotonic() - emptied_s >= 1.0
 
 
 async def test_requests_from_before_the_window_are_none_however_long_redis_is_away(
@@ -193,12 +227,13 @@ async def test_the_own_share_comes_back_after_the_window(own_redis: Space, monke
     async with workers(own_redis, 1) as made:
         own_redis.server.kill()
         await aeventually(lambda: not made[0].shared)
+        now_s = 1000.0
+        monkeypatch.setattr(budget_module, "time", SimpleNamespace(monotonic=lambda: now_s))
         assert await take(made, 60) == FLOOR
-        with monkeypatch.context() as short:
-            short.setattr(budget_module, "WINDOW_S", 0.05)
-            await asyncio.sleep(0.1)
-            assert await take(made, 1) == 1
-        assert await take(made, 60) == FLOOR - 1
+        now_s += 9.9
+        assert await take(made, 60) == 0
+        now_s += 0.1
+        assert await take(made, 60) == FLOOR
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ class Machine(RuleBasedStateMachine):
         model = self.model
         registered = model.sessions.get(worker)
         if registered is not None and registered > generation:
-            assert reply == [4, model.version, registered]
+            assert reply == [4, model.version, registered, 0]
             return 4
         before = model.ledgers.pop(worker, {})
         for url in before.keys() | counts.keys():
@@ -143,7 +143,7 @@ class Machine(RuleBasedStateMachine):
             model.ledgers[worker] = dict(counts)
         model.leases[worker] = True
         model.sessions[worker] = generation
-        assert reply == [0, model.version, int(registered == generation)]
+        assert reply == [0, model.version, int(registered == generation), len(model.leases)]
         return 0
 
     def new_generation(self, worker: str) -> int:
