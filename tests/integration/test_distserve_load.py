@@ -37,6 +37,8 @@ SETTINGS = {
 }
 SEED = 4
 REQUESTS, DEATHS = 1000, 3  # at least
+# What is promised: the first pair and --retries others may each take all the time that a link has.
+ENDS_WITHIN_S = 3 * SETTINGS["link_timeout_s"] + 10
 LISTENS_AFTER_S = 0.5  # longer than any delay that the faults make
 
 
@@ -216,13 +218,18 @@ HEALTHY: dict[str, Any] = {
 
 
 class Chaos:
-    """One fault at a time on each role, another every ten requests, and four engines that die and come back."""
+    """One fault at a time on each role and one of the calls, others every ten requests, and engines that die.
+
+    A fault must not stay longer, not even until a dead engine is back: one that answers 400 at once is the least busy
+    and gets all there is. Nor may those of calls that nobody makes add up: they would fail all tries of a link.
+    """
 
     def __init__(self, floor: Floor) -> None:
         self.floor = floor
         self.begun = 0  # requests so far
         self.dice = random.Random(SEED)
         self.deaths = 0
+        self._dead: tuple[PdEngine, float] | None = None  # and when it listens again, monotonic
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -234,6 +241,7 @@ class Chaos:
         self._over.set()
         self._thread.join(30)
         assert not self._thread.is_alive()
+        self._revive()
         for engine in self.floor.made:
             engine.set(**HEALTHY)
             engine.heal()
@@ -247,19 +255,26 @@ class Chaos:
         return {"stream": dice.random() < 0.5, "max_tokens": 4, **path, **leaves}
 
     def _run(self) -> None:
-        step = 0
+        step, next_death = 0, 20
         while not self._over.wait(0.005):
+            if self._dead and time.monotonic() >= self._dead[1]:
+                self._revive()
             if self.begun < step * 10:
                 continue
             step += 1
+            dead = self._dead and self._dead[0]  # left alone: it would listen again
             for engines, faults in ((self.floor.prefills, PREFILL_FAULTS), (self.floor.decodes, DECODE_FAULTS)):
-                for engine in engines:
+                living = [engine for engine in engines if engine is not dead]
+                for engine in living:
                     engine.set(**HEALTHY)
-                self.dice.choice(engines).set(**self.dice.choice(faults))
+                self.dice.choice(living).set(**self.dice.choice(faults))
+            for engine in self.floor.made:
+                engine.heal()
             call, how = self.dice.choice(CALL_FAULTS)
             roles = self.floor.prefills if call == "free_cache" else self.floor.made
             self.dice.choice(roles).fault(call, **how)
-            if step % 20 == 0:
+            if step >= next_death and self._dead is None:
+                next_death = step + 20
                 self._die(self.dice.choice(self.floor.made))
 
     def _die(self, engine: PdEngine) -> None:
@@ -270,8 +285,12 @@ class Chaos:
         engine.crash()
         self.deaths += 1
         self.floor.add(engine, ready=False)
-        self._over.wait(LISTENS_AFTER_S)
-        engine.start()
+        self._dead = engine, time.monotonic() + LISTENS_AFTER_S
+
+    def _revive(self) -> None:
+        if self._dead is not None:
+            self._dead[0].set(**HEALTHY)  # it listens
+            self._dead = None
 
 
 @pytest.mark.timeout(150)
@@ -282,7 +301,9 @@ def test_1000_requests_with_faults_at_every_stage_leave_nothing(floor: Floor) ->
     with Chaos(floor) as chaos:
 
         def send(count: int) -> None:
-            sent = load.many(floor.urls, count, concurrency=24, model=floor.model, each=chaos.each, within_s=20)
+            sent = load.many(
+                floor.urls, count, concurrency=24, model=floor.model, each=chaos.each, within_s=ENDS_WITHIN_S
+            )
             answers.extend(asyncio.run(sent))
 
         send(REQUESTS)
@@ -290,10 +311,10 @@ def test_1000_requests_with_faults_at_every_stage_leave_nothing(floor: Floor) ->
             send(REQUESTS // 5)
 
     statuses = Counter("left" if answer.left else answer.status for answer in answers)
-    assert set(statuses) <= {"left", 200, 400, 500, 502, 503, 504}, statuses
-    assert statuses[200] > len(answers) / 2, statuses
     slow = [answer for answer in answers if isinstance(answer.error, TimeoutError)]
     assert not slow, f"{len(slow)} answers never ended"
+    assert set(statuses) <= {"left", 200, 400, 500, 502, 503, 504}, statuses
+    assert statuses[200] > len(answers) / 2, statuses
     for answer in answers:
         if answer.left or (answer.status == 200 and answer.error is not None):
             continue  # an answer without stream that breaks after its head ends with the connection
