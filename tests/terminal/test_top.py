@@ -29,6 +29,11 @@ WITHIN_S = 15.0
 Run = Callable[..., int]
 
 
+def _take_the_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored by what a shell has started in the background
+
+
 class Terminal:
     """A pseudo-terminal with `evenhand top` in it."""
 
@@ -46,7 +51,7 @@ class Terminal:
             cwd=ROOT,
             env=environment,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_take_the_terminal,
         )
         self._theirs = theirs  # kept open: the last words of who ended must not be lost
 
