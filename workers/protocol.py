@@ -72,7 +72,7 @@ class Shared(ServerState):
         self.share = share
         self.stopping = False
         self.client_timeout_s = 0.0
-        self.expect: Callable[[], None] | None = None
+        self.expect: Callable[[], None] = lambda: None
 
 
 class Protocol(HttpToolsProtocol):
@@ -105,7 +105,6 @@ class Protocol(HttpToolsProtocol):
     _fault: EvenhandError | None = None  # why a callback has ended the parsing
     _refusal: EvenhandError | None = None  # to be told once the answers before it are out
     _patience: Patience | None = None
-    _expect: Callable[[], None] | None = None
     _head: Head | None = None  # that came last and may come again
     _scope: Any = None  # of its request
     _strange_heads = 0  # kept in vain
@@ -117,7 +116,6 @@ class Protocol(HttpToolsProtocol):
         self.flow = Flow(transport)
         if self.scheme == "https":
             transport.set_write_buffer_limits(HIGH_WATER_LIMIT)  # as without TLS, which is not the event loop's default
-        self._expect = self.server_state.expect
         self._patience = Patience(self.loop, self.server_state.client_timeout_s, self._owed, self._give_up)
 
     def data_received(self, data: bytes) -> None:
@@ -185,8 +183,7 @@ class Protocol(HttpToolsProtocol):
         self._overhead_bytes = 0
         self._cycles = (cycle,)
         self._start_asgi_task(cycle, self.app)
-        if self._expect is not None:
-            self._expect()
+        self.server_state.expect()
         if len(data) - headers.end == headers.length:
             self._body_bytes += headers.length
             cycle.body, cycle.more_body = data[headers.end :], False
@@ -279,8 +276,7 @@ class Protocol(HttpToolsProtocol):
         self._cycles = [*waiting, cycle]
         if not waiting:
             self._start_asgi_task(cycle, self.app)
-            if self._expect is not None:
-                self._expect()
+            self.server_state.expect()
             return
         cycle.room_bytes = HIGH_WATER_LIMIT
         self.pipeline.appendleft((cycle, self.app))

@@ -1,10 +1,11 @@
 """The worker class: uvicorn inside gunicorn, with a shutdown that lets streams end.
 
 Owns signals, heartbeat and the order of shutdown of one worker process. It must not know what the app does
-with a request; towards the app it has one contract beyond ASGI: when the worker begins to stop it calls
-`app.begin_shutdown(deadline)`, if the app has it, with an instant of `time.monotonic()`. Requests that run
-then have until the deadline; the app ends its own streams shortly before. A second call, with an earlier
-deadline, may follow. ASGI's own lifespan event comes too late for that: after the last connection.
+with a request; towards the app it has two contracts beyond ASGI, where the app has the method. Whenever a request
+has been read whose task runs next it calls `app.expect()`. When the worker begins to stop it calls
+`app.begin_shutdown(deadline)`, with an instant of `time.monotonic()`. Requests that run then have until the
+deadline; the app ends its own streams shortly before. A second call, with an earlier deadline, may follow. ASGI's
+own lifespan event comes too late for that: after the last connection.
 
 Why not `uvicorn_worker.UvicornWorker` as it is (0.4 with uvicorn 0.54):
 - it stops telling gunicorn that it lives once it drains, so a drain longer than `timeout` is a WORKER TIMEOUT;
@@ -90,7 +91,7 @@ class GracefulServer(Server):
             return
         await starting
         config, state = self.config, self.server_state
-        state.expect = getattr(self._app, "expect", None)
+        state.expect = getattr(self._app, "expect", state.expect)
 
         def make_protocol() -> asyncio.Protocol:
             return config.http_protocol_class(config=config, server_state=state, app_state=self.lifespan.state)  # type: ignore[call-arg]

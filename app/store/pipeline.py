@@ -111,7 +111,7 @@ class Pipeline(asyncio.Protocol):
         if self._deferred is not None:
             self._send_deferred()
         if self._flushing is None:
-            self._flushing = self._loop.call_soon(self._flush)
+            self.flush_behind()
         self._outgoing.append(packed)
         self._waiting.append((callback, time.monotonic()))
         if self._timer is None:
@@ -130,7 +130,7 @@ class Pipeline(asyncio.Protocol):
         if self._lost is not None:
             self._send_deferred()
         elif self._flushing is None:
-            self._flushing = self._loop.call_soon(self._flush)
+            self.flush_behind()
 
     def flush_behind(self) -> None:
         """Send only when all has run that the event loop has scheduled by now: it may have something to send too.

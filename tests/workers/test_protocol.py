@@ -61,9 +61,8 @@ async def test_an_app_that_wants_to_know_hears_of_each_request_that_is_read_befo
         heard.append("runs")
         await reading(scope, receive, send)
 
-    protocol, transport, state = connected(app)
+    protocol, _, state = connected(app)
     state.expect = lambda: asyncio.get_running_loop().call_soon(heard.append, "behind it")
-    protocol.connection_made(transport)
     for _ in range(3):  # the second and third have a head that came before
         protocol.data_received(post(b"abc"))
         assert heard == []
